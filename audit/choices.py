@@ -1,11 +1,11 @@
 """The choices of an audit, read and checked without torch: attacks by name, the conditions of a gate, the required packages."""
 
 import re
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
 from audit.errors import GateFormError
+from fedcg.values import Value
 from fedcg.wire.parts import AuditFigure
 
 ATTACKS = {
@@ -32,8 +32,7 @@ _LOW_IS_LEAK = ("label_l1",)  # an error of the attacker: their gain is positive
 FIGURES: tuple[AuditFigure, ...] = get_args(AuditFigure)
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(Value):
     """`NAME<BOUND` or `NAME_gain<BOUND`."""
 
     figure: str

@@ -19,6 +19,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from audit.evidence import Knowledge, View
 from fedcg.learning.image_set import ImageSet
+from fedcg.values import Value
 
 CONFIDENCE = 0.95
 _RESAMPLES = 1000
@@ -80,8 +81,7 @@ class Figure:
         return Knowledge.BATCH not in self.knowledge
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(Value):
     """The title and unit of the figures of one name."""
 
     name: str
@@ -328,8 +328,7 @@ MEASURES: Mapping[str, tuple[Likeness, Measure]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reconstructions:
+class Reconstructions(Value):
     """Guesses and the images that they are compared with, in the same order, both [N, C, H, W] in [0, 1].
 
     Attributes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from datetime import datetime, timezone
 from enum import Enum
 from importlib.metadata import version
@@ -28,6 +28,7 @@ from audit.evidence.device_data import SECRET_FILE
 from audit.measures import Curve, Figure, Interval, Outcome, proportion
 from fedcg.config_file import read_values
 from fedcg.files import replace_durably
+from fedcg.values import Value
 from fedcg.wire.parts import MAX_GAIN, AuditFigure
 from fedcg.wire.sealed_numbers import number_count
 
@@ -49,8 +50,7 @@ class Result(str, Enum):
     NOT_TRIED = "not tried"
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Value):
     """Facts about the audited update.
 
     Attributes:
@@ -79,8 +79,7 @@ class Subject:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Value):
     """An attack, its outcome, and the result with its headline figure.
 
     Attributes:
@@ -278,8 +277,7 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
     return f"Smallest leak found in 80 % of plants: {'; '.join(told) or f'not measured for {images} images'}"
 
 
-@dataclass(frozen=True)
-class GateResult:
+class GateResult(Value):
     """The outcome of a gate condition, and the reason: the largest upper bound over all settings, or why none was measured."""
 
     condition: str

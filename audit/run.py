@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.privacy import parse_mechanisms
 from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams
+from fedcg.values import Value
 from fedcg.worker_process import abandon, die_with_parent
 
 LOOK_EVERY_S = 0.2
@@ -181,8 +182,7 @@ def _as_completed(
             return
 
 
-@dataclass(frozen=True)
-class AuditOptions:
+class AuditOptions(Value):
     """The options of `fedcg audit run`."""
 
     updates: Path
@@ -215,8 +215,7 @@ class AuditOptions:
         return shlex.join(words)
 
 
-@dataclass(frozen=True)
-class Audited:
+class Audited(Value):
     """The outcome of an audit: the content of `report.json`, the verdicts of its gates, and the attacks that failed."""
 
     report: dict[str, Any]

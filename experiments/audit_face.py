@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import datetime, timezone
 from functools import partial, reduce
 from pathlib import Path
@@ -29,10 +29,10 @@ from fedcg.files import replace_durably
 from fedcg.learning.data.datasets import read_dataset
 from fedcg.learning.errors import DataError
 from fedcg.learning.seeds import Streams
+from fedcg.values import Value
 
 
-@dataclass(frozen=True)
-class Audit:
+class Audit(Value):
     """The outcome of an audit. It contains samples of the client and is for the owner of the data.
 
     Attributes:

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -49,6 +49,7 @@ from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.tracking import check_track
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -267,8 +268,7 @@ def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData], asked: 
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class ClientRun:
+class ClientRun(Value):
     """The result of one client: its figures, and the model that it would use.
 
     Attributes:
@@ -309,8 +309,7 @@ class ClientRun:
         return Path(path)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Value):
     """A finished run.
 
     Attributes:

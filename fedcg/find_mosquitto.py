@@ -2,15 +2,15 @@
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+
+from fedcg.values import Value
 
 ENVIRONMENT_VARIABLE = "FEDCG_BROKER_DIR"
 DEFAULT_FOLDER = ".broker"
 
 
-@dataclass(frozen=True)
-class Mosquitto:
+class Mosquitto(Value):
     """A Mosquitto binary that can be started.
 
     Attributes:

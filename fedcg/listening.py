@@ -16,13 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fedcg.values import Value
 
 HEADER_S = 5.0
 """Longest time from the first byte of a request, or from the start of the connection, to the end of the request's header."""
@@ -46,8 +47,7 @@ Application = Callable[[Any, Any, Any], Any]
 Identify = Callable[[asyncio.Transport], tuple[str | None, dict[str, object]]]
 
 
-@dataclass(frozen=True)
-class Caps:
+class Caps(Value):
     """How many connections may be open at once.
 
     Attributes:

@@ -8,7 +8,6 @@ import logging
 import signal
 import sys
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 from typing import Annotated, Any, TextIO
@@ -16,6 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from fedcg.event_log import FIELDS, log_text
+from fedcg.values import Value
 
 
 class LogForm(str, Enum):
@@ -34,8 +34,7 @@ class LogLevel(str, Enum):
     ERROR = "error"
 
 
-@dataclass(frozen=True)
-class LogSettings:
+class LogSettings(Value):
     """The form and the level of a log."""
 
     form: LogForm = LogForm.CONSOLE

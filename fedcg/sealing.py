@@ -15,7 +15,7 @@ import os
 import secrets
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from fedcg.errors import EXISTS, FedcgError
 from fedcg.files import DISK_FAILS, PRIVATE, fsync_path
+from fedcg.values import Value
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -36,8 +37,7 @@ TAG_BYTES = 16
 SCRYPT_N, SCRYPT_R, SCRYPT_P = 1 << 16, 8, 1
 
 
-@dataclass(frozen=True)
-class Seal:
+class Seal(Value):
     """How one kind of file is sealed.
 
     Attributes:

@@ -13,7 +13,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from fedcg.errors import BadInputError
+from fedcg.values import Value
 
 MOST_WAITING = 10_000
 """The most entries that are kept while a tracker can't be reached; beyond that the oldest are dropped."""
@@ -45,8 +45,7 @@ _log = logging.getLogger(__name__)
 Row = Mapping[str, str | int | float | None]
 
 
-@dataclass(frozen=True)
-class TrackedRun:
+class TrackedRun(Value):
     """A run as a tracker shows it.
 
     Attributes:

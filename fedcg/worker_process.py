@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from fedcg.child_python import module_command
+from fedcg.values import Value
 
 POLL_S = 0.5
 START_S = 120.0
@@ -34,15 +35,13 @@ _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Rested:
+class Rested(Value):
     """Report: the child has handled this number of requests and waits for the next one."""
 
     handled: int
 
 
-@dataclass(frozen=True)
-class Exited:
+class Exited(Value):
     """The child has ended.
 
     Attributes:

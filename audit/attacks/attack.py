@@ -9,7 +9,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 
@@ -19,6 +18,7 @@ from audit.evidence import Case, Truth, View
 from audit.measures import Control, Curve, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import ImageForm, TensorForm
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 
@@ -56,8 +56,7 @@ Found = Figure | Control | Pictures | Curve | str
 """What an attack yields; a text is a note that a reader needs to judge the figures."""
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(Value):
     """One attack on one case: everything that the attack's function receives.
 
     Attributes:
@@ -85,8 +84,7 @@ class Trial:
         return lambda: self.progress(min(next(done), total), total)
 
 
-@dataclass(frozen=True)
-class Attack:
+class Attack(Value):
     """An attack.
 
     Attributes:

@@ -11,7 +11,7 @@ initial weights with the attacked model. They are part of the truth: they are tr
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.optimisers import adam
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 DRAWN = 200
@@ -142,8 +143,7 @@ _SHOWN = 8
 _TINY = 1e-9
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(Value):
     """The amount of work.
 
     Attributes:
@@ -197,8 +197,7 @@ def without_class(view: View, target: int, most: int, stream: torch.Generator) -
     return replace(view, auxiliary=view.auxiliary.rows(known)), kept
 
 
-@dataclass(frozen=True)
-class _Gans:
+class _Gans(Value):
     """The attack without the model: `view` holds the attacker's images, `tick` is called after each step."""
 
     view: View

@@ -8,7 +8,7 @@ published.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import extract_features, generate
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 _MOST_NUMBERS = 1 << 24  # numbers in the samples of one class: 64 MB
@@ -160,8 +161,7 @@ def worst_figure(setting: str, used: Collection[Knowledge], scores: measures.Val
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(Value):
     """The amount of work: `samples` of the generator per class, steps of the `decoder`, decoded `pictures` and matched `images` per class."""
 
     samples: int
@@ -181,8 +181,7 @@ class _Plan:
         )
 
 
-@dataclass(frozen=True)
-class _Setting:
+class _Setting(Value):
     """One extractor's view of the device's images.
 
     Attributes:

@@ -9,7 +9,7 @@ reconstruction.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -26,6 +26,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import feature_shape, load_part
 from fedcg.learning.seeds import Streams
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 RANK_TOLERANCE = 1e-6  # relative to the largest singular value; the observed numbers are float32
@@ -91,8 +92,7 @@ class Match(str, Enum):
         return self in (Match.FEATURES, Match.DIRECTION)
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(Value):
     """One setting of the attack.
 
     Attributes:
@@ -133,8 +133,7 @@ class Setting:
         return self.extractor.is_own and bool(self.how.prior) and self.rows == 1 and not self.deviation
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(Value):
     """The result of one setting; `diverged` is the share of its searches that diverged."""
 
     setting: Setting
@@ -196,8 +195,7 @@ def round_difference(view: View, parts: tuple[Part, ...]) -> gradients.BatchGrad
     return gradients.BatchGradient(parts, tuple(values), view.spec.class_count)
 
 
-@dataclass(frozen=True)
-class _Attacker:
+class _Attacker(Value):
     """What an attacker prepares before a search.
 
     Attributes:

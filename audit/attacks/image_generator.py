@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from fedcg.learning.method import Weights
 from fedcg.learning.methods.ppidsg import SCRAMBLING, PpidsgParams, scrambling_by
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 MOST_NUMBERS = 4096  # numbers in an image: the table of correlations between pixels has the square of this, 64 MB
@@ -118,8 +119,7 @@ def maker(view: View, weights: Weights) -> Make:
     return make
 
 
-@dataclass(frozen=True)
-class Movement:
+class Movement(Value):
     """The sent generator, the aggregate's before the round, and those of the other clients."""
 
     own: Make
@@ -184,8 +184,7 @@ def _member_scores(movement: Movement, candidates: ImageSet) -> Iterator[MemberS
         yield MemberScores(setting, frozenset(used | beside), score, blind, None, _FLOOR_IS)
 
 
-@dataclass(frozen=True)
-class ShareModel:
+class ShareModel(Value):
     """A linear map from the movement of a class's outputs to the class's share, fitted on clients that the attacker simulates.
 
     Attributes:

@@ -7,7 +7,7 @@ reveal nothing. Scores become AUC, true positive rates and ROC curves, which `im
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import ImageForm
 from fedcg.learning.training.batches import generate
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 RATES = (0.05, 0.01, 0.001)
@@ -36,8 +37,7 @@ _RATE = measures.Measure("mia_tpr", "Membership: true positive rate at few false
 _RESAMPLES = 200
 
 
-@dataclass(frozen=True)
-class MemberScores:
+class MemberScores(Value):
     """One attack in one setting: scores of the candidates with and without the update.
 
     Attributes:
@@ -210,8 +210,7 @@ def features_of(model: WholeModel, images: ImageSet) -> torch.Tensor:
     return torch.cat([model.features(measures.unit_pixels(some)).flatten(1) for some in images.images.split(512)])
 
 
-@dataclass(frozen=True)
-class GeneratorDistance:
+class GeneratorDistance(Value):
     """GAN-Leaks (Chen et al. 2020), calibrated: how much nearer the generator's samples are than real images.
 
     Attributes:
@@ -261,8 +260,7 @@ def _attempts(
         yield "RMIA and generator", generator.with_classifier, rmia, frozenset()
 
 
-@dataclass(frozen=True)
-class _Prepared:
+class _Prepared(Value):
     """The data shared by the attacks on one update; `blind` is the shadow model that replaces the update in the floor, `shadows` the others."""
 
     case: Case

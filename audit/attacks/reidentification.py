@@ -7,7 +7,7 @@ input. PSNR does not show this leak: a picture need not look right to be recogni
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 _CANDIDATES = 200
@@ -32,8 +33,7 @@ _SURE = 1e-12
 _REID = Measure("reid", "Re-identification: the right image ranked first", "share")
 
 
-@dataclass(frozen=True)
-class LineUp:
+class LineUp(Value):
     """One image among its candidates.
 
     Attributes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec, ImageForm, TensorForm
+from fedcg.values import Value
 from fedcg.wire.parts import Part, Report
 
 _SECRET_BYTES, _CHECK_BYTES = 32, 32
 
 
-@dataclass(frozen=True)
-class Colluder:
+class Colluder(Value):
     """A device of the cohort that shares everything it has with the attacker.
 
     Attributes:
@@ -109,8 +109,7 @@ class Extractor(str, Enum):
         return self in (Extractor.SENT, Extractor.TRUE)
 
 
-@dataclass(frozen=True)
-class View:
+class View(Value):
     """Everything that an attacker has of one client in one round.
 
     Attributes:
@@ -167,8 +166,7 @@ class View:
         return replace(self, private=parts)
 
 
-@dataclass(frozen=True)
-class Truth:
+class Truth(Value):
     """The truth, which only the device has.
 
     Attributes:
@@ -199,8 +197,7 @@ class Truth:
         return self.train.rows(rows[0]), self.held_out.rows(rows[1])
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(Value):
     """One update to audit.
 
     Attributes:

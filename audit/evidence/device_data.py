@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import extract_features
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 PrivateParts = Mapping[Part, Weights]
@@ -175,8 +176,7 @@ def inputs_and_features(spec: FederationSpec, data: Path, private: Sequence[Path
     ]
 
 
-@dataclass(frozen=True)
-class _Generation:
+class _Generation(Value):
     """A round in an agent's store: its tensors file, the sha256 of its update if it has one, and the device's own backbone."""
 
     round: int

@@ -1,7 +1,7 @@
 """The networks of an attacker: twice differentiable, with an estimate instead of the private extractor."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from fedcg.learning.training.batches import Augmenter, image_tensors, local_batc
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
+from fedcg.values import Value
 from fedcg.wire.parts import Part, Report
 
 _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
@@ -39,8 +40,7 @@ def with_lenet5(spec: FederationSpec) -> FederationSpec:
     return spec.model_copy(update={"network": spec.network.model_copy(update=plain)})
 
 
-@dataclass(frozen=True)
-class WholeModel:
+class WholeModel(Value):
     """Extractor and classifier for an attack: pixels in, logits out, differentiable any number of times; eval mode.
 
     Attributes:

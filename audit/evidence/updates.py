@@ -7,7 +7,7 @@ and codec.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +24,7 @@ from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.errors import WireError
@@ -42,8 +43,7 @@ _GAPS = {
 }
 
 
-@dataclass(frozen=True)
-class RecordedUpdates:
+class RecordedUpdates(Value):
     """The artifacts of one federation.
 
     Attributes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcg.values import Value
 from fedcg.wire.artifacts.inspection import Inspection, inspect
 from fedcg.wire.errors import OrderError, WireError
 from fedcg.wire.messages.envelopes import MAGIC as ENVELOPE_MAGIC
@@ -31,8 +32,7 @@ _UP_KINDS = (TopicKind.UP_CHUNK, TopicKind.UP_CONTROL, TopicKind.STATUS)
 _ENVELOPE_FIELDS = frozenset({"v", "kind", "federation", "sender", "recipient", "epoch", "round", "attempt", "session"})
 
 
-@dataclass(frozen=True)
-class SeenArtifact:
+class SeenArtifact(Value):
     """A complete artifact as sent, decoded without its layout.
 
     Attributes:
@@ -60,8 +60,7 @@ class SeenArtifact:
     worst_bits: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SealedBits:
+class SealedBits(Value):
     """Whether numbers of sealed sums, each device's and the coordinator's total, reveal anything without the secret.
 
     Under a cohort's masks every bit is a fair coin. Numbers without masks, or sums under one mask for all, are far from it.

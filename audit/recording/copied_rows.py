@@ -11,12 +11,13 @@ recordings. Weights of networks that were trained on related data stay below 0.8
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import betaincinv
+
+from fedcg.values import Value
 
 RUN, WINDOW = 64, 24
 LEAST = 0.95
@@ -60,8 +61,7 @@ def _centred(rows: Floats) -> Floats:
     return units
 
 
-@dataclass(frozen=True)
-class _Runs:
+class _Runs(Value):
     """All runs of one length, each as it is, negated, reversed, and both.
 
     Attributes:

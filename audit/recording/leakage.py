@@ -29,6 +29,7 @@ from audit.errors import CaptureError, DecodeError
 from audit.recording.capture import SealedBits, worst_bits
 from audit.recording.copied_rows import copied_rows
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
+from fedcg.values import Value
 from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
 
@@ -57,8 +58,7 @@ class WireTensor:
     bases: Mapping[str, Array] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class PrivateTensor:
+class PrivateTensor(Value):
     """A tensor that must never leave a device: its owner (`client-1 round 2`), its name, its numbers."""
 
     owner: str
@@ -66,8 +66,7 @@ class PrivateTensor:
     value: Array
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(Value):
     """A leak: its location and the private tensor that it reveals.
 
     Attributes:
@@ -188,8 +187,7 @@ UNSEEN = (
 )
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(Value):
     """Outcome of a check: the amount compared, and the leaks.
 
     Attributes:

@@ -11,7 +11,7 @@ raw loss of 1e-7 would end L-BFGS at its start, and a prior's weight would diffe
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -27,14 +27,14 @@ from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 _TINY = 1e-12
 Gradients = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class BatchGradient:
+class BatchGradient(Value):
     """The gradient of the mean cross-entropy of one batch, of the parts that the method sends.
 
     Attributes:
@@ -188,8 +188,7 @@ class Start(str, Enum):
     CLASS = "the mean auxiliary image of the class, in principal components"
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(Value):
     """The settings of a search for pixels.
 
     Attributes:
@@ -214,8 +213,7 @@ class Search:
         return bool(self.prior) and self.start is not Start.CLASS
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(Value):
     """The best restart of a search, by the attacker's own loss.
 
     Attributes:

@@ -5,7 +5,7 @@ Papers: Salem et al. 2019 (ML-Leaks), Ma et al. 2024 (PPIDSG), Zarifzadeh et al.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from audit.measures import Values, unit_pixels
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.seeds import Streams
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 _TOP = 3  # posteriors as inputs of ML-Leaks' attack network (Salem et al. 2019, section III)
@@ -31,8 +32,7 @@ _BATCH = 512
 _TINY = 1e-6
 
 
-@dataclass(frozen=True)
-class Shadow:
+class Shadow(Value):
     """A model that the attacker trained in the way the client trains.
 
     Attributes:
@@ -57,8 +57,7 @@ class Shadow:
         return self.images.rows(self.others)
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(Value):
     """The inputs of a score.
 
     Attributes:

@@ -34,6 +34,7 @@ from experiments.demo.event_follower import Follower, whole
 from experiments.demo.processes import POLL_S, Child
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.payload import PartArrays
@@ -41,8 +42,7 @@ from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import DEFAULT_AGGREGATE_CODEC, DEFAULT_UPDATE_CODEC, Report
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(Value):
     """Makes the updates of a federation from the result of one local round.
 
     Attributes:
@@ -129,8 +129,7 @@ def _recorded(run: RunSetting) -> tuple[PartArrays, Report]:
 OPENED, CLOSED = "attempt_opened", "aggregate_stored"
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(Value):
     """The settings of a run; `network`: the split."""
 
     sessions: int
@@ -138,8 +137,7 @@ class Setting:
     network: str = "lenet5_relu"
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Value):
     """The coordinator's processes at one point in time.
 
     Attributes:
@@ -228,8 +226,7 @@ POINTS = 8
 """Minimum rounds for a slope: with fewer, a single allocation looks like growth."""
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Value):
     """One round.
 
     Attributes:

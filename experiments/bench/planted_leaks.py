@@ -1,7 +1,7 @@
 """Leaks planted into recorded updates, for `fedcg bench privacy plants`: copies, low bits, memorised images, class counts, overfit classifiers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from audit.techniques.shadow_models import mean_parts
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.batches import extract_features
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 Put = Callable[[Case, float, torch.Generator], Case]
@@ -135,8 +136,7 @@ def faded(case: Case, share: float, stream: torch.Generator) -> Case:
     return replace(case, view=replace(case.view, update={**case.view.update, Part.CLASSIFIER: mixed}))
 
 
-@dataclass(frozen=True)
-class Plant:
+class Plant(Value):
     """A kind of leak.
 
     Attributes:

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.learning.spec import FederationPlan
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, SigningKey, VerifyKey, open_envelope, seal, session_id
@@ -54,8 +54,7 @@ LIMITS = limits_for()
 MakeUpdate = Callable[[str, int, int, Path], bytes]
 
 
-@dataclass(frozen=True)
-class Party:
+class Party(Value):
     """The identity of a bench process.
 
     Attributes:

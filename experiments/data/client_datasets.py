@@ -19,6 +19,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.simulation.party import ClientData
 from fedcg.learning.spec import ImageForm, InputForm
+from fedcg.values import Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +53,7 @@ def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> Decoded | S
 SPLIT = {"train": 0.9, "val": 0.1}
 
 
-@dataclass(frozen=True)
-class Cohort:
+class Cohort(Value):
     """All clients' images.
 
     Attributes:
@@ -122,8 +122,7 @@ def _client_data(pictures: ClientPictures, reader: _Reader) -> ClientData:
     return ClientData(train_set, val_set, test.images)
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(Value):
     images: ImageSet
     entries: tuple[FileEntry, ...]
 

@@ -9,7 +9,6 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -17,14 +16,14 @@ from numpy.typing import NDArray
 
 from experiments.data.source import Picture, PicturesPerClass, Source
 from experiments.errors import SourceError
+from fedcg.values import Value
 
 MAX_REDRAWS = 1000
 
 Shares = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(Value):
     """How images are divided between clients.
 
     Attributes:
@@ -145,8 +144,7 @@ TestDeal = Literal["proportional", "even", "all"]
 _EVEN, _PUBLIC, _DOMAIN, _UNHELD = 1, 2, 3, 4
 
 
-@dataclass(frozen=True)
-class DealOptions:
+class DealOptions(Value):
     """The settings of a partition, apart from the source.
 
     Attributes:
@@ -171,8 +169,7 @@ class DealOptions:
     public_images: int = 0
 
 
-@dataclass(frozen=True)
-class ClientPictures:
+class ClientPictures(Value):
     """One client's images per class; `val` is None if a share of `train` is taken by content hash."""
 
     train: PicturesPerClass
@@ -181,8 +178,7 @@ class ClientPictures:
     domain: str | None = None
 
 
-@dataclass(frozen=True)
-class Deal:
+class Deal(Value):
     """The result of a partition.
 
     Attributes:

@@ -25,12 +25,12 @@ from fedcg.learning.data.array_files import ArrayData, LabelledImages, holds_ima
 from fedcg.learning.data.sources import read_arrays, read_image
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm, InputForm, TensorForm
+from fedcg.values import Value
 
 Pixels = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class FilePicture:
+class FilePicture(Value):
     """An image file.
 
     Attributes:
@@ -129,8 +129,7 @@ _GREY_MODES = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 _LOOKED_AT = 16
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Value):
     """Images per class, in name order; `test` is None if the source has no test part.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from experiments.errors import SourceError
 from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.errors import LearningError
 from fedcg.learning.networks.torchvision_import import vision
+from fedcg.values import Value
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(Value):
     """torchvision's names for the parts of a set, and the files that it expects below ROOT."""
 
     type_name: str

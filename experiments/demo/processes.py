@@ -16,13 +16,13 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.errors import ProcessError
+from fedcg.values import Value
 
 PRELOADED = ("coordinator.cli.coordinator_commands", "edge_client.agent.run", "edge_client.cli.agent_commands")
 _PR_SET_PDEATHSIG = 1
@@ -70,8 +70,7 @@ def _run(target: Callable[..., object], arguments: tuple[str, ...], environment:
     target(*arguments)
 
 
-@dataclass(frozen=True)
-class Child:
+class Child(Value):
     """A started process and its log file; its output starts at byte `offset`.
 
     Attributes:

@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,14 +21,14 @@ from experiments.settings import OPTIONS_FILE, Setting, load_setting, root_secre
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
 from fedcg.find_mosquitto import find_mosquitto
+from fedcg.values import Value
 
 LOOPBACK = "127.0.0.1"
 PARTITION_FILE = "partition.json"
 MOSQUITTO, EMBEDDED = "mosquitto", "amqtt"
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Value):
     """The folder of a demo."""
 
     root: Path

@@ -6,7 +6,7 @@ A preset is one column of a table (`fedcg:table1:cifar10-4`): the published sett
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Annotated
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from experiments.errors import OptionError
 from fedcg.errors import NOT_FOUND
 from fedcg.learning.spec import ParameterValue
+from fedcg.values import Value
 
 _FILES = ("fedcg.toml", "fedmd_cg.toml", "ppidsg.toml", "antigan.toml", "own.toml", "sealed.toml")
 _SettingValues = dict[str, JsonValue]
@@ -81,16 +82,14 @@ class _PaperFile(_Strict):
     claim: tuple[_ClaimEntry, ...]
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(Value):
     """A published figure, in percent; `std` is None if the paper prints none."""
 
     mean: float
     std: float | None = None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Value):
     """One row of a table.
 
     Attributes:
@@ -130,8 +129,7 @@ class Row:
         return frozenset({self.method, f"{self.method}/{self.variant}"})
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(Value):
     """One column of a published table.
 
     Attributes:
@@ -164,8 +162,7 @@ class Preset:
         return self.name.partition("@")[0]
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Value):
     """An order stated by a paper: in `preset`, row `lower` is below row `higher`; with a margin, they are about equal.
 
     A number as `higher` is a level in percent, such as chance.

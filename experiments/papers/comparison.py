@@ -9,7 +9,7 @@ split, initial weights and order of images, so common effects cancel.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from statistics import fmean, stdev
 
@@ -28,6 +28,7 @@ from experiments.papers.figures import (
     with_degradation,
 )
 from experiments.papers.records import ClientRecord, RunRecord
+from fedcg.values import Value
 
 _LOCAL = "local"
 LEAST_SEEDS = 3
@@ -76,8 +77,7 @@ class Judgement(str, Enum):
     NOT_COMPARABLE = "not comparable"
 
 
-@dataclass(frozen=True)
-class JudgedClaim:
+class JudgedClaim(Value):
     """A verdict and its evidence.
 
     Attributes:
@@ -121,8 +121,7 @@ def _place(low: float, high: float, margin: float | None) -> Judgement:
     return Judgement.REFUTED if refuted else Judgement.UNDECIDED
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(Value):
     """A claim and the verdict of our runs, in one measure."""
 
     claim: Claim
@@ -131,8 +130,7 @@ class Order:
     verdict: JudgedClaim
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Value):
     """A preset and our runs of it under one budget.
 
     Attributes:

@@ -8,7 +8,7 @@ validation round; `local` and `last` are accuracy_last, `download` is the last d
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from statistics import fmean, stdev
 
@@ -17,12 +17,12 @@ from experiments.papers.plan import variant_text
 from experiments.papers.records import ClientRecord, RunRecord
 from experiments.simulation.batch import PARAM_OPTIONS
 from fedcg.learning.spec import ParameterValue
+from fedcg.values import Value
 
 _NORMAL_95 = 1.96
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(Value):
     """One client of one run, in percentage points.
 
     Attributes:
@@ -36,8 +36,7 @@ class Gain:
     margin: float
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(Value):
     """The clients of a row, over all its seeds.
 
     Attributes:
@@ -99,8 +98,7 @@ _PARAMS = "params."  # prefix of a parameter's name in the list of differences
 Differences = Mapping[str, tuple[object, object]]
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(Value):
     """Mean and standard deviation over seeds, in percent; `std` is None for one seed."""
 
     mean: float
@@ -108,8 +106,7 @@ class Figure:
     seeds: int
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Value):
     """Our runs of one row.
 
     Attributes:

@@ -4,7 +4,6 @@ Runs nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from pydantic import JsonValue
@@ -14,14 +13,14 @@ from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets
 from experiments.settings import of_method
 from experiments.simulation.batch import PARAM_OPTIONS, PlannedRun, RunSetting, planned_run
+from fedcg.values import Value
 
 Values = Mapping[str, JsonValue]
 _OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}
 _NAMED_DATA = (DIGITS, "torchvision:")
 
 
-@dataclass(frozen=True)
-class TableRun:
+class TableRun(Value):
     """One run of a table, before validation.
 
     Attributes:

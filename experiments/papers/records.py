@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -14,6 +13,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.learning.defences.params import LEAST_SPREAD
 from fedcg.learning.spec import ParameterValue
 from fedcg.text_output import wrong_value
+from fedcg.values import Value
 
 # A record of 250 rounds and 20 clients takes about 300 KB.
 MAX_RECORD_BYTES = 8 * 1024 * 1024
@@ -131,8 +131,7 @@ def _percent(values: Sequence[float]) -> float | None:
     return 100.0 * sum(values) / len(values) if values else None
 
 
-@dataclass(frozen=True)
-class Folder:
+class Folder(Value):
     """The content of a folder of runs.
 
     Attributes:

@@ -1,11 +1,11 @@
 """The output of `fedcg tables`, as plain sheets of text: a title, columns, rows, notes. Independent of terminals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from experiments.papers.catalogue import Published, Row
 from experiments.papers.comparison import Comparison, Order
 from experiments.papers.figures import Differences, Figure, Line, figure_of, is_far
+from fedcg.values import Value
 
 MEASURE_NAMES = {
     "personal": "accuracy",
@@ -22,8 +22,7 @@ _NONE = "-"
 FAR_NOTE = "! differs from the paper by more than 2 of the paper's standard deviations"
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Sheet(Value):
     """A table of text; every row has one cell per column."""
 
     title: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from socket import gethostname
 from threading import Event
@@ -23,6 +23,7 @@ from fedcg.learning.simulation.party import ClientData, Party, Roots
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
 from fedcg.learning.simulation.tasks import Answer, Shared, Task, TeacherTask
 from fedcg.learning.split_names import ALLOW_VARIABLE, WEIGHTS_VARIABLE
+from fedcg.values import Value
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -32,8 +33,7 @@ MAX_RETRIES = 3  # a task that kills four workers (probably out of memory) would
 GPU_SHARE = 0.25  # of a GPU per task: networks of this size use a small part of it
 
 
-@dataclass(frozen=True)
-class Demands:
+class Demands(Value):
     """The setup of a worker before it computes anything.
 
     Attributes:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
@@ -33,10 +33,10 @@ from fedcg.files import file_sha256, replace_durably
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.simulation.tasks import Runner
 from fedcg.tracking import TrackedRun, Tracking
+from fedcg.values import Value
 
 
-@dataclass(frozen=True)
-class Workers:
+class Workers(Value):
     """How the runs of a batch are executed.
 
     Attributes:

@@ -5,7 +5,7 @@ Updates and aggregates are packed and unpacked as in a deployment.
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation.party import ClientData, Party, Roots
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, unpack
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import COORDINATOR
@@ -175,8 +176,7 @@ def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:
 _BASE = "0" * 64  # any aggregate: a simulation has no other
 
 
-@dataclass(frozen=True)
-class WireCoding:
+class WireCoding(Value):
     """The codecs of a spec, applied in memory."""
 
     spec: FederationSpec

@@ -7,7 +7,7 @@ batch. Independent of options and terminals.
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,6 +28,7 @@ from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, Simulation, beginning
 from fedcg.learning.spec import FederationSpec, InputForm, plan_from_mapping
+from fedcg.values import Value
 
 FAILURES_FILE = "failures.json"
 
@@ -36,8 +37,7 @@ Simulator = Callable[..., Simulation]
 """Runs a federation; takes (party, schedule, resume=, on_round=) like `fedcg.learning.simulation.simulation.simulate`."""
 
 
-@dataclass(frozen=True)
-class FailedRun:
+class FailedRun(Value):
     """A failed run, the reason, and the original error."""
 
     name: str
@@ -45,8 +45,7 @@ class FailedRun:
     error: Exception | None = None
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(Value):
     """Clients of the user's own code, instead of a partitioned source.
 
     Attributes:

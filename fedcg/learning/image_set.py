@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from fedcg.values import Value
 
-@dataclass(frozen=True)
-class FileEntry:
+
+class FileEntry(Value):
     """One image of a data source: its path relative to the root, the sha256 of its content, its label."""
 
     path: str
@@ -18,16 +18,14 @@ class FileEntry:
     label: int
 
 
-@dataclass(frozen=True)
-class SkippedImage:
+class SkippedImage(Value):
     """An image that could not be decoded, and why. It is in no split and no snapshot."""
 
     file: str
     reason: str
 
 
-@dataclass(frozen=True)
-class ImageSet:
+class ImageSet(Value):
     """Decoded images and their labels.
 
     Attributes:

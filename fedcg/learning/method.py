@@ -23,6 +23,7 @@ from fedcg.config_file import Settings
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
+from fedcg.values import Value
 from fedcg.wire.parts import Part, Report, TensorLayout
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ def silent(*_: object) -> None:
     """A callback that does nothing."""
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(Value):
     """The hardware and precision that a half of a method uses.
 
     Attributes:
@@ -144,8 +144,7 @@ class Machine:
     most_rows: int | None = None
 
 
-@dataclass(frozen=True)
-class Callbacks:
+class Callbacks(Value):
     """Callbacks through which a half of a method reports.
 
     Attributes:
@@ -161,8 +160,7 @@ class Callbacks:
     warn: Callable[[str], None] = silent
 
 
-@dataclass(frozen=True)
-class Cohort:
+class Cohort(Value):
     """What the clients share and the server does not know.
 
     Attributes:
@@ -180,8 +178,7 @@ class Cohort:
     changed: bool = False
 
 
-@dataclass(frozen=True)
-class RoundContext:
+class RoundContext(Value):
     """What a half of a method may use in addition to its state and data.
 
     Attributes:
@@ -247,8 +244,7 @@ class SharedResult:
     parts: Mapping[Part, Weights]
 
 
-@dataclass(frozen=True)
-class LocalResult:
+class LocalResult(Value):
     """What a local round returns: `shared` goes to the firewall, `private` to the private store."""
 
     shared: SharedResult
@@ -256,8 +252,7 @@ class LocalResult:
     report: Report
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(Value):
     """One client's decoded and validated update, as passed to an aggregator."""
 
     client: str
@@ -266,8 +261,7 @@ class Update:
     label_counts: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Value):
     """Accuracy in [0, 1], mean cross-entropy, number of images, and correct / total per class."""
 
     accuracy: float
@@ -320,16 +314,14 @@ _SMALL_NETWORKS = NetworkChoice(noise_dim=8)
 _SMALL_IMAGES = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(Value):
     """Networks and an image form that a method supports. Its laws are tested with them."""
 
     network: NetworkChoice = _SMALL_NETWORKS
     image: ImageForm = _SMALL_IMAGES
 
 
-@dataclass(frozen=True)
-class Payload:
+class Payload(Value):
     """The parts of a client: which it uploads, downloads and keeps private.
 
     Attributes:
@@ -378,8 +370,7 @@ class Payload:
         return self.up & (self.down if self.continued is None else self.continued)
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(Value):
     """The requirements of a method.
 
     Attributes:
@@ -396,8 +387,7 @@ class Needs:
     networks: Callable[[NetworkSpec], str] = lambda spec: ""
 
 
-@dataclass(frozen=True)
-class Personal:
+class Personal(Value):
     """A client's personal model.
 
     Attributes:
@@ -414,8 +404,7 @@ class Personal:
     align: Callable[[Mapping[Part, Weights], Aggregate, ImageSet, RoundContext], Mapping[Part, Weights]] | None = None
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(Value):
     """A federated method: both halves, parameters and payload in one value.
 
     Attributes:

@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fedcg.errors import is_users, told
 from fedcg.learning.errors import LearningError, ProgramError
+from fedcg.values import Value
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,8 +28,7 @@ PREFIX = "program:"
 """Prefix of a program's name used as a data source."""
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Value):
     """A program, referenced by name.
 
     Attributes:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from fedcg.values import Value
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(Value):
     """Named random streams of one root.
 
     Attributes:

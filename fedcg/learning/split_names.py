@@ -26,12 +26,12 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedcg.errors import NOT_FOUND
 from fedcg.learning import registry
 from fedcg.learning.errors import NetworkError
+from fedcg.values import Value
 
 WEIGHTS_VARIABLE = "FEDCG_WEIGHTS"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of its channels
@@ -46,8 +46,7 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Backbone:
+class Backbone(Value):
     """A built-in backbone name.
 
     Attributes:
@@ -90,8 +89,7 @@ BACKBONES: Mapping[str, Backbone] = {
 }
 
 
-@dataclass(frozen=True)
-class Projected:
+class Projected(Value):
     """A parsed split name.
 
     Attributes:

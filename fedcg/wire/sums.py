@@ -29,7 +29,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +41,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SealedSum, SumExchange, SumKeys
@@ -53,8 +53,7 @@ KEY_BYTES = 32
 _DOMAIN = "fedcg/1 sealed sum"
 
 
-@dataclass(frozen=True)
-class SumRound:
+class SumRound(Value):
     """One sum of a round attempt; keys and signatures of another sum are not valid for it."""
 
     federation: str
@@ -90,8 +89,7 @@ def check_keys(at: SumRound, device: str, keys: SumKeys, key: VerifyKey) -> None
         raise MalformedError(f"{device}: {error}") from error
 
 
-@dataclass(frozen=True)
-class SumSecrets:
+class SumSecrets(Value):
     """A device's secrets for one sum, never used again.
 
     Attributes:
@@ -182,8 +180,7 @@ def _stream(key: bytes, size: int) -> Numbers:
     return np.frombuffer(stream, "<u4").astype(np.uint32)
 
 
-@dataclass(frozen=True)
-class SealedPair:
+class SealedPair(Value):
     """Seals bytes from one device to another, once: the key belongs to one direction of one sum."""
 
     key: bytes
@@ -224,8 +221,7 @@ def threshold_of(devices: int) -> int:
     return (devices + 1) // 2 + 1
 
 
-@dataclass(frozen=True)
-class Members:
+class Members(Value):
     """The members of a sum, by device, with their announcements; `total`: the sum of all weights that a device received.
 
     Devices with different totals can't open each other's shares. Otherwise a coordinator could let one device's numbers alone count.
@@ -429,8 +425,7 @@ def sign_survivors(members: Members, peers: Sequence[str], survivors: Sequence[s
     return key.sign(survivors_label(members, peers, survivors))
 
 
-@dataclass(frozen=True)
-class Survivors:
+class Survivors(Value):
     """The list of devices whose numbers are in the sum, with the members' signatures over it.
 
     Attributes:

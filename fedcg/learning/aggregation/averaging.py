@@ -21,7 +21,7 @@ sorted, so the order of clients has no effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ import torch
 from fedcg.files import replace_durably
 from fedcg.learning.errors import ExtensionError
 from fedcg.learning.method import Aggregate, Aggregator, Combination, DivergedError, ServerState, Spill, Update, Weights
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 MOST_TERMS = 1 << 20
@@ -215,8 +216,7 @@ def weighted_average(clients: Iterable[tuple[float, Weights]]) -> dict[str, torc
     return sums.average()
 
 
-@dataclass(frozen=True)
-class Merged:
+class Merged(Value):
     """The average of some updates, and their reports.
 
     Attributes:
@@ -305,8 +305,7 @@ class AverageAggregator:
         return aggregate, ServerState(aggregate)
 
 
-@dataclass(frozen=True)
-class Then:
+class Then(Value):
     """An aggregator that post-processes the result of another one.
 
     Attributes:

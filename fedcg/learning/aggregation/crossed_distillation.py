@@ -9,7 +9,6 @@ frozen D_i into G.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,11 +28,11 @@ from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, U
 from fedcg.learning.training.batches import BLOCK_ROWS, generate
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.stage import Nets, Tensors
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 
-@dataclass(frozen=True)
-class TeacherRows:
+class TeacherRows(Value):
     """One client's contribution to eq. 11 on n rows of a batch.
 
     Attributes:

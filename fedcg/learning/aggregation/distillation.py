@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from pydantic import Field
@@ -28,6 +27,7 @@ from fedcg.learning.training.batches import BLOCK_ROWS, frozen_rows, slices
 from fedcg.learning.training.losses import kl_rows
 from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.stage import Batches, Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 _PAIR = (Part.GENERATOR, Part.CLASSIFIER)
@@ -55,8 +55,7 @@ class DistilledParams(fl.TrainingParams):
     )
 
 
-@dataclass(frozen=True)
-class Distillation:
+class Distillation(Value):
     """Settings of a student loop. It ends early if `flat_steps` steps have not reduced the mean loss (0: never)."""
 
     iterations: int
@@ -77,8 +76,7 @@ class Distillation:
         return self.iterations * self.batch
 
 
-@dataclass(frozen=True)
-class Bank:
+class Bank(Value):
     """Inputs of the generators: z ~ N(0, I) as [rows, q] float32 and labels y as [rows] int64, on the CPU."""
 
     noise: torch.Tensor

@@ -5,12 +5,13 @@ receives masked sums. In both cases parts that a round does not exchange stay un
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from fedcg.learning import method as fl
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.values import Value
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import Part
 from fedcg.wire.sealed_numbers import added, clipped, from_numbers, to_numbers
@@ -43,8 +44,7 @@ def server_half(method: fl.Method, state: fl.ServerState, ctx: fl.RoundContext, 
     return _BesideSums(inner, state, ctx) if ctx.spec.sealed else inner
 
 
-@dataclass(frozen=True)
-class _BesideSums:
+class _BesideSums(Value):
     inner: fl.Aggregator
     state: fl.ServerState
     ctx: fl.RoundContext

@@ -6,7 +6,6 @@ Decodes every image ONCE, exactly as for inference (`fedcg.imaging`). Independen
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from fedcg.learning.data.array_files import ArrayData
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm, InputForm, TensorForm
+from fedcg.values import Value
 
 # Shares for images that the source does not split itself, by the splits that it has.
 _SHARES = {
@@ -27,8 +27,7 @@ _SHARES = {
 }
 
 
-@dataclass(frozen=True)
-class LocalImages:
+class LocalImages(Value):
     """The images of a data source.
 
     Attributes:

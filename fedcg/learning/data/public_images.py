@@ -1,7 +1,6 @@
 """Reads unlabelled public images for a server half (FedDF) from disk, bounded and in the spec's form."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,12 @@ from fedcg.learning.data.sources import IMAGE_SUFFIXES, decode_image, fit_pixels
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm
+from fedcg.values import Value
 
 MAX_BYTES = 2 << 30  # of decoded images, which stay in memory while the process runs
 
 
-@dataclass(frozen=True)
-class PublicImages:
+class PublicImages(Value):
     """The public images that were read.
 
     Attributes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from pydantic import ValidationError
 from fedcg.config_file import nearest, problems_of
 from fedcg.files import replace_durably
 from fedcg.learning.defences.params import DefenceParams, Size
+from fedcg.values import Value
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,7 @@ SAMPLES_FILE = "samples.png"
 _PACKAGE = "fedcg.learning.defences"
 
 
-@dataclass(frozen=True)
-class DefencePlace:
+class DefencePlace(Value):
     """The environment of a defence.
 
     Attributes:
@@ -63,8 +62,7 @@ class DefencePlace:
         return self.streams.generator(purpose, content)
 
 
-@dataclass(frozen=True)
-class Defended:
+class Defended(Value):
     """The training images that replace the real ones.
 
     Attributes:
@@ -87,8 +85,7 @@ class Defended:
             replace_durably(folder / SAMPLES_FILE, self.picture)
 
 
-@dataclass(frozen=True)
-class Defence:
+class Defence(Value):
     """A data defence.
 
     Attributes:

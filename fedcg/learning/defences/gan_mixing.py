@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
@@ -45,6 +44,7 @@ from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
 from fedcg.learning.split_names import BACKBONES
 from fedcg.learning.training.losses import check_loss, discriminator_loss, generator_loss, mode_seeking, paired_labels
 from fedcg.learning.training.optimisers import Adam
+from fedcg.values import Value
 
 NAME = "efficientnet_lite0"
 _EPS = 1e-3  # epsilon of EfficientNet's batch norm
@@ -180,8 +180,7 @@ def build_discriminator(shape: tuple[int, int, int], classes: int, params: AntiG
     return ConcatenatingDiscriminator(nn.Sequential(*layers), shape, classes)
 
 
-@dataclass(frozen=True)
-class GanFile:
+class GanFile(Value):
     """The file of a GAN, and its images.
 
     Attributes:

@@ -26,10 +26,10 @@ from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import ImageForm
+from fedcg.values import Value
 
 
-@dataclass(frozen=True)
-class ScramblingKeys:
+class ScramblingKeys(Value):
     """One key per step for images of one size. Keys never leave the device.
 
     Attributes:

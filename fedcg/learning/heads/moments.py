@@ -4,7 +4,6 @@ Their mean over clients, weighted by images, equals that of the cohort's pooled 
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -16,6 +15,7 @@ from fedcg.learning.method import DivergedError, RoundContext, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
 from fedcg.learning.spec import FederationSpec, NetworkSpec
 from fedcg.learning.training.batches import extract_features
+from fedcg.values import Value
 from fedcg.wire.parts import TensorLayout
 
 COUNTS, SUMS, MOMENT = "counts", "sums", "moment"
@@ -84,8 +84,7 @@ def moments_of(features: torch.Tensor, labels: torch.Tensor, classes: int) -> di
     return {name: (total / len(rows)).float() for name, total in found.items()}
 
 
-@dataclass(frozen=True)
-class ClassGaussians:
+class ClassGaussians(Value):
     """Gaussians of classes with one covariance, float64 on the CPU.
 
     Attributes:

@@ -24,7 +24,6 @@ pooling costs as much as the convolution.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +31,13 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fedcg.values import Value
+
 Size = tuple[int, int]
 _POINTS = (0.0, 1.0, -1.0, 2.0)  # and infinity, always the last
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(Value):
     """A convolution in Toom-Cook form: out = leave · ((enter · maps) x (kernel · weight)), x a matrix product per point.
 
     Attributes:

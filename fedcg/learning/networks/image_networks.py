@@ -16,20 +16,19 @@ quarter of the channels, and the classifier 256 and 64 instead of 4,096 and 1,02
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fedcg.input_form import ImageForm
 from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.values import Value
 
 SMALLEST_SIDE = 12  # the discriminator's last two 4x4 convolutions reduce a quarter of a side by two pixels
 _SLOPE = 0.2
 
 
-@dataclass(frozen=True)
-class Widths:
+class Widths(Value):
     """Widths of the networks.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +20,7 @@ from fedcg.learning.networks.own_backbone import check_backbones
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import TRAINER, FederationPlan, FederationSpec, NetworkSpec
+from fedcg.values import Value
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout, is_delta
 from fedcg.wire.sealed_numbers import number_count
 
@@ -185,8 +185,7 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
 _ITEM_BYTES = {"float32": 4, "int64": 8}
 
 
-@dataclass(frozen=True)
-class PartSize:
+class PartSize(Value):
     """Size of one part.
 
     Attributes:
@@ -200,16 +199,14 @@ class PartSize:
     tensor_bytes: int
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(Value):
     """Bytes of tensors that one client uploads and downloads in a round of a method, before compression."""
 
     up: int
     down: int
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(Value):
     """The sizes of a choice of networks for one image form.
 
     Attributes:

@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -28,6 +28,7 @@ from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.registry import imported
 from fedcg.learning.spec import PROGRAM, TRAINER, NetworkChoice
 from fedcg.learning.split_names import own_target
+from fedcg.values import Value
 
 
 class FeatureRange(str, Enum):
@@ -49,8 +50,7 @@ class FeatureRange(str, Enum):
         return next(one for one in cls if one.bounds[0] <= low and high <= one.bounds[1])
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(Value):
     """A named split.
 
     Attributes:
@@ -187,8 +187,7 @@ def _imported(target: str) -> Split:
     return replace(split, initialises_itself=True)
 
 
-@dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(Value):
     """Inputs of a split's test: its name for messages, the shape of an input (images: channels, height, width), and C."""
 
     name: str

@@ -22,6 +22,7 @@ from fedcg.errors import told
 from fedcg.learning.errors import NetworkError, ProgramError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 Kind = Literal["train", "validation", "test"]
 
 
-@dataclass(frozen=True)
-class TrainerContext:
+class TrainerContext(Value):
     """A round's settings for a trainer.
 
     Attributes:
@@ -89,7 +89,6 @@ class Trainer(ABC):
         return self.evaluate(model)
 
 
-@dataclass(frozen=True)
 class Held(ImageSet):
     """A placeholder for the data of a trainer, which holds its own: as many empty rows as examples."""
 

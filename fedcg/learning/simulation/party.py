@@ -1,7 +1,7 @@
 """The participants of a simulation: all clients' images, secrets and the spec. Constant during a run; does not train."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol
 
 import torch
@@ -12,13 +12,13 @@ from fedcg.learning.method import Cohort, Machine, Precision, RoundContext, Weig
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 ATTEMPT = 1  # a simulated round is never retried
 
 
-@dataclass(frozen=True)
-class ClientData:
+class ClientData(Value):
     """One client's images for training, validation and test.
 
     Attributes:
@@ -38,8 +38,7 @@ class ClientData:
         return images if self.input_layer is None else self.input_layer.seen(images)
 
 
-@dataclass(frozen=True)
-class Roots:
+class Roots(Value):
     """The roots of randomness (design §5): the secrets of each device, the cohort and the coordinator.
 
     Attributes:
@@ -72,8 +71,7 @@ class Coding(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Party:
+class Party(Value):
     """The constants of a simulation, passed to every worker once.
 
     Attributes:

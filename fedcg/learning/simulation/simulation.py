@@ -46,11 +46,11 @@ from fedcg.learning.simulation.tasks import (
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
+from fedcg.values import Value
 from fedcg.wire.parts import Part, Report
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(Value):
     """How long a simulation runs, and what it does in addition to training.
 
     Attributes:

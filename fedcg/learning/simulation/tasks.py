@@ -20,11 +20,11 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, generator_figures, loss_to_choose_by
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 
-@dataclass(frozen=True)
-class LocalTask:
+class LocalTask(Value):
     """One client's local round: `state` and `shadow` (local-only; None: not trained) from its last one, `votes` of all clients."""
 
     client: str
@@ -34,8 +34,7 @@ class LocalTask:
     votes: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LocalOutcome:
+class LocalOutcome(Value):
     """The result of a local round.
 
     Attributes:
@@ -57,16 +56,14 @@ class LocalOutcome:
     warning: str | None = None
 
 
-@dataclass(frozen=True)
-class TeacherTask:
+class TeacherTask(Value):
     """One update of a round, for the server's half."""
 
     number: int
     update: fl.Update
 
 
-@dataclass(frozen=True)
-class MeasureTask:
+class MeasureTask(Value):
     """A client to evaluate after a round: its parts before the download, its local-only model and the moving average (`ema`)."""
 
     client: str

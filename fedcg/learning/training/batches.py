@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -23,10 +22,10 @@ from fedcg.learning.method import Method, RoundContext, TrainingParams
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, InputForm
 from fedcg.learning.training.stage import Batches, Tensors
+from fedcg.values import Value
 
 
-@dataclass(frozen=True)
-class Augmentation:
+class Augmentation(Value):
     """The augmentation of R images: a crop of the padded image, then an optional flip.
 
     Attributes:

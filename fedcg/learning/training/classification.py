@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -15,6 +15,7 @@ from fedcg.learning.training.batches import Augmenter, image_tensors, images_at_
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.optimisers import task_optimiser
 from fedcg.learning.training.stage import AfterStep, Descent, Descents, Nets, Stage, Step, Tensors, Trained, run_stage
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 CLASSIFY = "classify"
@@ -26,8 +27,7 @@ PenaltyLoss = Callable[..., torch.Tensor]
 """(networks by name, features, logits, the batch's rows of every drawn tensor) -> scalar."""
 
 
-@dataclass(frozen=True)
-class Penalty:
+class Penalty(Value):
     """A term that a method adds to the cross-entropy.
 
     Attributes:

@@ -7,13 +7,13 @@ side. `LossMeter` sums losses and stops diverged training.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from fedcg.learning.method import DivergedError
+from fedcg.values import Value
 
 # A mean loss above this counts as diverged, like NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at
 # exact collapse is 1e5 times its weight, so a generator with constant output counts as diverged at the default weight.
@@ -91,8 +91,7 @@ def kl_teacher_student(teacher_logits: torch.Tensor, student_logits: torch.Tenso
     return kl_rows(teacher_logits.log_softmax(1), student_logits.log_softmax(1)).mean()
 
 
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(Value):
     """FedMD-CG's divergence between a student's and a teacher's softmax (eq. 2, 5, 10, 11), per row.
 
     The paper prints KL(student ‖ teacher) at temperature 1. The authors' code computes KL(teacher ‖ student), at

@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from fedcg.learning.round_checkpoint import Kept, Restorable
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.losses import LossMeter
 from fedcg.learning.training.optimisers import add_gradient_noise
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 LOOKS = 20
@@ -48,8 +49,7 @@ class AfterStep(Protocol):
         """Called after each step."""
 
 
-@dataclass(frozen=True)
-class Descent:
+class Descent(Value):
     """The loss that one optimiser minimises within a step: the sum of two losses, each computed on demand.
 
     Attributes:
@@ -71,8 +71,7 @@ empty batch); the generator returns the losses that the stage reports, or None. 
 arguments."""
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(Value):
     """Some networks and the optimiser of their weights.
 
     Attributes:
@@ -84,8 +83,7 @@ class Trained:
     sees_images: bool = True
 
 
-@dataclass(frozen=True)
-class Batches:
+class Batches(Value):
     """The batches of a stage.
 
     Attributes:
@@ -111,8 +109,7 @@ class Batches:
         return [slice(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Value):
     """A training stage.
 
     Attributes:

@@ -8,12 +8,12 @@ import hashlib
 import json
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import zstandard
 from pydantic import BaseModel, Field, ValidationError
 
+from fedcg.values import Value
 from fedcg.wire.artifacts.payload import (
     Array,
     Codecs,
@@ -141,8 +141,7 @@ class ArtifactHeader(BaseModel, frozen=True, extra="forbid", strict=True):
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-@dataclass(frozen=True)
-class Artifact:
+class Artifact(Value):
     """A decoded artifact."""
 
     header: ArtifactHeader
@@ -154,8 +153,7 @@ def artifact_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(Value):
     """A decoded aggregate that deltas refer to, and the sha256 of its artifact."""
 
     id: str

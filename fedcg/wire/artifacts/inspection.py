@@ -5,12 +5,12 @@ codecs in the header, and leaves those that do not match their codec unchanged.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import decompress_payload, header_fields, split_artifact
 from fedcg.wire.artifacts.payload import ELEMENT_TYPES, RawTensor, decode_tensor, read_payload, stored_tensors
 from fedcg.wire.errors import IntegrityError, MalformedError
@@ -22,8 +22,7 @@ _DTYPES = {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for si
 _DTYPES |= {f"F{8 * size}": f"<f{size}" for size in (2, 4, 8)} | {"BOOL": "?"}
 
 
-@dataclass(frozen=True)
-class Inspection:
+class Inspection(Value):
     """The content of an artifact.
 
     Attributes:
@@ -63,8 +62,7 @@ class Inspection:
         return {name: value for facts in found if isinstance(facts, dict) for name, value in facts.items()}
 
 
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(Value):
     """An artifact's tensors as the receiver decodes them.
 
     Attributes:

@@ -23,7 +23,6 @@ x, with x' = decode(encode(x)), base b (0 by value), d = x - b, ε = 2^-23:
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
@@ -31,6 +30,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
+from fedcg.values import Value
 from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, TooLargeError
 from fedcg.wire.parts import Part, PartLayouts, TensorCodec, TensorDtype, TensorLayout, UpdateCodec, is_delta
 
@@ -48,8 +48,7 @@ Pieces = Mapping[str, npt.NDArray[Any]]
 """The stored pieces of one tensor, by the suffix of its key; the tensor itself under ""."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(Value):
     """One tensor of a payload: safetensors' name of its element type, and its shape."""
 
     dtype: str

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from pydantic import BaseModel
 
 from fedcg.files import checked, with_check, write_durably
+from fedcg.values import Value
 from fedcg.wire import errors
 from fedcg.wire.messages import schemas
 
@@ -29,8 +30,7 @@ OVERHEAD_BYTES = len(MAGIC) + SIGNATURE_BYTES
 MAX_ENVELOPE_BYTES = schemas.MAX_MESSAGE_BYTES + OVERHEAD_BYTES
 
 
-@dataclass(frozen=True)
-class VerifyKey:
+class VerifyKey(Value):
     """A public key, as its 32 raw bytes."""
 
     raw: bytes
@@ -151,8 +151,7 @@ def seal(message: schemas.AnyMessage, key: SigningKey) -> bytes:
     return MAGIC + key.sign(DOMAIN + payload) + payload
 
 
-@dataclass(frozen=True)
-class Envelope:
+class Envelope(Value):
     """A message with checked size and schema, and a signature that is not yet checked."""
 
     message: schemas.AnyMessage
@@ -206,8 +205,7 @@ def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> sc
 LINK_DOMAIN = "fedcg/1 coordinator key"
 
 
-@dataclass(frozen=True)
-class PinnedKey:
+class PinnedKey(Value):
     """The coordinator's valid key.
 
     Attributes:

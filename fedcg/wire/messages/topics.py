@@ -5,9 +5,9 @@ Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are gene
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import COORDINATOR
 
 OBSERVER = "observer"
@@ -66,8 +66,7 @@ _READS: dict[Role, tuple[TopicKind, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class ParsedTopic:
+class ParsedTopic(Value):
     """The fields of a topic; `device` is None for broadcasts."""
 
     kind: TopicKind
@@ -111,8 +110,7 @@ def _check_identifier(what: str, name: str) -> None:
         raise ValueError(f"{what} {name!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first")
 
 
-@dataclass(frozen=True)
-class Topics:
+class Topics(Value):
     """All topics of one federation."""
 
     federation: str

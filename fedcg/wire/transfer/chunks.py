@@ -8,8 +8,9 @@ import hashlib
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
 
@@ -20,8 +21,7 @@ CHECK_BYTES = 8
 MIN_CHUNK_BYTES = 256
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Value):
     """One piece of an artifact; `index` counts from 0, `check` is the received truncated hash."""
 
     artifact: str
@@ -122,8 +122,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,12})-([0-9]{0,12})")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,12})-([0-9]{1,12})/([0-9]{1,12})")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Value):
     """Bytes `first` to `last`, both included, of an artifact of `size` bytes."""
 
     first: int

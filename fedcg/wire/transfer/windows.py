@@ -10,8 +10,9 @@ The figures are the services' documented limits. Tests use only Mosquitto, also 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from fedcg.values import Value
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transport.mqtt_config import IN_FLIGHT
@@ -25,8 +26,7 @@ UNDER_WAY_S = 4.0  # granted chunks should arrive within this time
 Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(Value):
     """How much may be granted and not yet received: chunks and bytes, whichever is reached first."""
 
     chunks: int = 16
@@ -176,8 +176,7 @@ def _as_ranges(indices: list[int]) -> Ranges:
 DEFAULT_PRESET: PresetName = "mosquitto"
 
 
-@dataclass(frozen=True)
-class LinkLimits:
+class LinkLimits(Value):
     """The limits for a link to a broker.
 
     Attributes:

@@ -4,11 +4,11 @@ import hashlib
 import ipaddress
 import socket
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fedcg.errors import BAD_INPUT, in_words
+from fedcg.values import Value
 from fedcg.wire.errors import TransportError
 from fedcg.wire.tls import SET_CLOCK, ServerRole, ServerRoleError, clock_time, expect_role, explain_dates
 
@@ -28,8 +28,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-@dataclass(frozen=True)
-class TlsFiles:
+class TlsFiles(Value):
     """PEM files of mutual TLS: the authority that signed the server's certificate, and this side's own pair."""
 
     ca: Path
@@ -64,8 +63,7 @@ class TlsFiles:
         return context
 
 
-@dataclass(frozen=True)
-class MqttConfig:
+class MqttConfig(Value):
     """A broker and this client's identity on it.
 
     Attributes:

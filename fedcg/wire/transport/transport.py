@@ -6,12 +6,12 @@ on a transport's thread.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from fedcg.values import Value
 
-@dataclass(frozen=True)
-class Delivery:
+
+class Delivery(Value):
     """One message from the broker."""
 
     topic: str
@@ -19,8 +19,7 @@ class Delivery:
     retained: bool
 
 
-@dataclass(frozen=True)
-class Will:
+class Will(Value):
     """The message that the broker publishes (QoS 1) when this client vanishes."""
 
     topic: str
@@ -36,8 +35,7 @@ class Publication(Protocol):
         """Queued, or sent and not acknowledged. Publishing the same again would send it twice."""
 
 
-@dataclass(frozen=True)
-class Backlog:
+class Backlog(Value):
     """Published messages that are not delivered yet: queued, or sent at QoS 1 and not acknowledged."""
 
     messages: int = 0
