@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.stats import t as student
+from torch import nn
 
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
@@ -170,15 +171,12 @@ class _Plan:
     images: int
     surrogate_epochs: int
 
-    @staticmethod
-    def of(effort: Effort) -> _Plan:
-        return _Plan(
-            effort.of(300, 2000, 10_000),
-            effort.of(200, 1500, 5000),
-            effort.of(4, 10, 40),
-            effort.of(20, 50, 200),
-            effort.of(5, 20, 40),
-        )
+
+_PLANS = {
+    Effort.QUICK: _Plan(300, 200, 4, 20, 5),
+    Effort.DEFAULT: _Plan(2000, 1500, 10, 50, 20),
+    Effort.THOROUGH: _Plan(10_000, 5000, 40, 200, 40),
+}
 
 
 @dataclass(frozen=True)
@@ -225,12 +223,8 @@ class _Setting:
         labels, members = self.images.labels, np.arange(len(self.images)) < len(self.images) // 2
         score = self.exposure(self.features, labels, samples)
         blind = np.zeros(len(score)) if before is None else self.exposure(self.features, labels, before)
-        earlier = auc(*sides(blind, members))
-        floor = (
-            ("the same distances to the generator before the round", earlier)
-            if earlier > _COIN
-            else ("a coin toss", _COIN)
-        )
+        before_is = "the same distances to the generator before the round"
+        floor = max(("a coin toss", _COIN), (before_is, auc(*sides(blind, members))), key=lambda one: one[1])
         return _MEMORY.figure(
             self.words,
             {Knowledge.UPDATE, Knowledge.CANDIDATES} | self.source.knowledge,
@@ -284,12 +278,9 @@ def _controls(attacked: _Setting, own: _Setting, mine: Samples, streams: Streams
         repeated = max(1, int(_REPEATED * count)) if bool((labels == label).any()) else 0
         return torch.cat([few(label, repeated), mine(label, count)[repeated:]]) if repeated else mine(label, count)
 
-    of_all, of_few = (
-        "all training images",
-        f"{len(chosen)} training images, in {_REPEATED:.0%} of the samples of their class",
-    )
-    found = [(of_all, attacked.memory(memory, None)), (of_few, attacked.worst(draw))]
-    for what, one in [*found, *((of_all, figure) for figure in attacked.inverted(memory))]:
+    of_few = f"{len(chosen)} training images, in {_REPEATED:.0%} of the samples of their class"
+    for one in (attacked.memory(memory, None), attacked.worst(draw), *attacked.inverted(memory)):
+        what = of_few if one.name == _WORST.name else "all training images"
         title = f"{one.name}, {attacked.words}, on a planted generator that returns the features of {what}"
         passed = one.p is not None and one.p < _SURE
         yield measures.Control(title, one.value.value, f"above {one.floor:.3g}, p below 1 %", passed, one.name)
@@ -313,22 +304,17 @@ def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator
         joined(*truth.matched(streams.generator("matched"), plan.images)),
         joined(truth.train, truth.held_out),
     )
-    given = view.with_private(truth.after or {})
+    given, classifier, known = view.with_private(truth.after or {}), view.update[Part.CLASSIFIER], view.auxiliary
     for source in _sources(case):
-        weights = networks.estimated_extractor(
-            given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs
-        )
+        weights = networks.estimated_extractor(given, source, classifier, streams, plan.surrogate_epochs)
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        features, every_feature = (
-            extract_features(extractor, some.images, view.spec).flatten(1) for some in (images, everyone)
-        )
-        decoder = None
-        if view.auxiliary is not None:
-            known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
-            decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
-        yield _Setting(
-            source, view.spec, images, features, everyone, every_feature, len(truth.train), decoder, plan, streams.seed("draws")
-        )  # fmt: skip
+
+        def features(some: ImageSet, extractor: nn.Module = extractor) -> torch.Tensor:
+            return extract_features(extractor, some.images, view.spec).flatten(1)
+
+        decoder = None if known is None else trained_decoder(known, features(known), plan.decoder, streams, tick)
+        sets = images, features(images), everyone, features(everyone), len(truth.train)
+        yield _Setting(source, view.spec, *sets, decoder, plan, streams.seed("draws"))
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
@@ -338,7 +324,7 @@ def _sources(case: Case) -> tuple[Extractor, ...]:
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
     """Yield distances and decoded pictures for the attacker's extractor, and for the true one if given."""
-    case, plan, streams = trial.case, _Plan.of(trial.effort), trial.streams
+    case, plan, streams = trial.case, _PLANS[trial.effort], trial.streams
     tick = trial.steps(len(_sources(case)) * plan.decoder)
     mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
     earlier = case.view.before.parts.get(Part.GENERATOR)
@@ -350,11 +336,9 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
         figures += [setting.memory(mine, before), setting.worst(mine), *setting.inverted(mine)]
         if setting.decoder is not None:
             yield _pictures(setting, mine)
-    own = (
-        {one.name: one.value.value for one in figures if one.setting == settings[-1].words} if len(settings) > 1 else {}
-    )
+    own = {one.name: one.value.value for one in figures if one.setting == settings[-1].words}
     for one in figures:
-        yield replace(one, ceiling=own.get(one.name)) if one.setting != settings[-1].words else one
+        yield one if one.setting == settings[-1].words else replace(one, ceiling=own.get(one.name))
     yield from _controls(settings[0], settings[-1], mine, streams)
 
 

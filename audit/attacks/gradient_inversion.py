@@ -127,6 +127,15 @@ class Setting:
         known = {Knowledge.AUXILIARY} if self.how.start is Start.CLASS else set()
         return frozenset({seen, Knowledge.BEFORE} | generator | known) | self.extractor.knowledge
 
+    def searches(self, images: int) -> int:
+        """Return the number of searches with this number of images."""
+        return 1 if self.match.is_of_features or not self.rows else self.used(images) // self.rows
+
+    def used(self, images: int) -> int:
+        """Return how many images are attacked: all alone, or two batches."""
+        wanted = images if self.rows == 1 else min(images, 2 * self.rows)
+        return wanted // self.rows * self.rows
+
     @property
     def is_ceiling(self) -> bool:
         """Whether this is the attacker's best case: one image, no noise, the device's own extractor, and a prior."""
@@ -357,7 +366,7 @@ def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick
             attackers[place] = _Attacker(view, models, space)
             tick()
         if setting.rows:
-            yield _of_batches(attackers[place], true, setting, _rows_for(setting, images), run, tick)
+            yield _of_batches(attackers[place], true, setting, images.rows(range(setting.used(len(images)))), run, tick)
         else:
             yield _of_round(case, attackers[place], setting, run, tick)
 
@@ -371,12 +380,6 @@ def _revealed(view: View, true: Mapping[Part, Weights], images: ImageSet) -> Ima
         return None
     labels = torch.cat([gradients.revealed_labels(one) for one in seen])
     return ImageSet(features.unflatten(1, shape), labels, view.spec.classes)
-
-
-def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
-    """Return all images for single-image settings, or two batches."""
-    wanted = len(images) if setting.rows == 1 else min(len(images), 2 * setting.rows)
-    return images.rows(range(wanted // setting.rows * setting.rows))
 
 
 def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.Figure]:
@@ -408,14 +411,12 @@ def _notes(results: Sequence[Result]) -> Iterator[str]:
     values = {name: float(measures.psnr(*pair).mean()) for name, pair in floors.items()}
     guesses = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     unlabelled, diverged = max(list(values.values())[:3]), np.mean([one.diverged for one in results])
-    yield f"Trivial guesses, PSNR in dB: {guesses}. The best one without labels: {unlabelled:.2f}."
-    yield "The nearest image is not a guess: choosing it takes the right image."
+    yield f"Trivial guesses, PSNR in dB: {guesses}. The best one without labels: {unlabelled:.2f}. The nearest image is not a guess: choosing it takes the right image."
     yield (
         "The papers' 6.23 dB for FedSplit is the clamped noise from which a search starts: nothing was reconstructed. "
         f"That noise scores {values['clamped noise']:.2f} dB here."
     )
     yield f"{diverged:.0%} of the searches diverged (the loss was not finite, or above its initial value)."
-    yield "The device starts from the public seed only if the federation has no cohort secret."
     yield f"Rank: singular values above {RANK_TOLERANCE:g} times the largest; not computed for more than {MAX_PIXELS} pixels."
 
 
@@ -426,11 +427,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     plan = [one for one in settings_of(case.view, effort) if one.rows <= len(images)]
     ranked = effort.of(0, 1, 2) if case.view.shares_extractor else effort.of(1, 2, 4)
     ranked *= int(np.prod(_form(case.view))) <= MAX_PIXELS
-    runs = [
-        1 if one.match.is_of_features else len(_rows_for(one, images)) // max(one.rows, 1) for one in plan if one.rows
-    ]
     prepared = len({(one.extractor, one.rows == 1) for one in plan})
-    tick = trial.steps(sum(runs) + sum(not one.rows for one in plan) + prepared + ranked)
+    tick = trial.steps(sum(one.searches(len(images)) for one in plan) + prepared + ranked)
     results = list(_results(trial, plan, images, tick))
     yield from _controls(results)
     yield from _figures(results, streams)

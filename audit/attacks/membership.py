@@ -66,8 +66,11 @@ def membership_figures(
 ) -> Iterator[measures.Figure]:
     """Yield AUC, and the true positive rates for which there are enough images."""
     (inside, outside), blind = sides(scores.score, members), sides(scores.blind, members)
-
     given = None if scores.given is None else sides(scores.given, members)
+
+    def chance(of: Callable[[measures.Values, Flags], measures.Values], least: float) -> float:
+        return chance_of_gain(of, least, (scores.score, scores.blind), members, labels, seed)
+
     yield _AUC.figure(
         scores.setting,
         scores.knowledge,
@@ -76,7 +79,7 @@ def membership_figures(
         len(members),
         gain=auc_gain(scores.score, scores.blind, members, seed),
         ceiling=None if given is None else auc(*given),
-        p=chance_of_gain(aucs, _AUC_OF_CHANCE, (scores.score, scores.blind), members, labels, seed),
+        p=chance(aucs, _AUC_OF_CHANCE),
     )
     for rate in RATES:
         if rate * len(outside) >= FEWEST_PASSED:
@@ -87,14 +90,7 @@ def membership_figures(
                 (scores.floor_is, max(rate, true_positive_rate(*blind, rate).value)),
                 len(members),
                 ceiling=None if given is None else true_positive_rate(*given, rate).value,
-                p=chance_of_gain(
-                    functools.partial(true_positive_rates, rate=rate),
-                    rate,
-                    (scores.score, scores.blind),
-                    members,
-                    labels,
-                    seed,
-                ),
+                p=chance(functools.partial(true_positive_rates, rate=rate), rate),
             )
 
 
@@ -147,8 +143,8 @@ def roc_curves(found: Sequence[MemberScores], members: Flags) -> measures.Curve:
 
 def auc(members: measures.Values, others: measures.Values) -> float:
     """Return the area under the ROC curve of scores [N] and [M]; higher scores mean member."""
-    ranks = rankdata(np.concatenate([members, others]))[: len(members)].sum()
-    return float((ranks - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
+    scores = np.concatenate([members, others])
+    return float(aucs(scores, np.arange(len(scores))[None] < len(members))[0])
 
 
 def aucs(scores: measures.Values, members: Flags) -> measures.Values:
