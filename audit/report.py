@@ -383,13 +383,7 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateRe
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "drawn": drawn,
-        "interval": interval,
-        "number": as_number,
-        "gain": gain,
-        "chance": as_chance,
-    }
+    environment.filters.update(drawn=drawn, interval=interval, number=as_number, gain=gain, chance=as_chance)
     by_result = {result: [one for one in findings if one.result is result] for result in Result}
     return environment.get_template(_TEMPLATE).render(
         subject=subject,

@@ -141,8 +141,8 @@ def carry_out(
         deadline = time.monotonic() + effort.limit_s
         pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (os.getpid(), progress))
         try:
-            for outcome, is_final in _as_completed(pool, jobs, progress, on_progress, deadline):
-                if folder is not None and is_final:
+            for outcome in _as_completed(pool, jobs, progress, on_progress, deadline):
+                if folder is not None and not outcome.has_failed:
                     folder.keep(outcome)
                 outcomes[outcome.attack] = outcome
                 on_done(outcome)
@@ -161,8 +161,8 @@ def _as_completed(
     progress: Any,
     on_progress: OnProgress,
     deadline: float,
-) -> Any:
-    """Yield (outcome, whether it is final) of every attack, as they end."""
+) -> Iterator[Outcome]:
+    """Yield the outcome of every attack, as they end."""
     waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, name, *job): name for name, job in jobs.items()}
     while waiting:
         done, _ = wait(waiting, LOOK_EVERY_S, FIRST_COMPLETED)
@@ -171,13 +171,10 @@ def _as_completed(
         for future in done:
             name = waiting.pop(future)
             error = future.exception()
-            if error is None:
-                yield future.result(), True
-            else:
-                yield Outcome.failure(name, error), False
+            yield future.result() if error is None else Outcome.failure(name, error)
         if waiting and time.monotonic() > deadline:
             for name in waiting.values():
-                yield Outcome.failure(name, jobs[name][0].out_of_time()), False
+                yield Outcome.failure(name, jobs[name][0].out_of_time())
             return
 
 
@@ -294,9 +291,7 @@ def content_sha256(value: object) -> str:
 
 
 @contextmanager
-def progress_bars(
-    console: Console, names: Sequence[str]
-) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[Outcome], None]]]:
+def progress_bars(console: Console, names: Sequence[str]) -> Iterator[tuple[OnProgress, OnDone]]:
     """Show a progress bar per attack on a terminal, else one line for each finished attack."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -162,10 +162,8 @@ def _figures(
         bound, is_private = best_bound(scores, included, delta), math.isfinite(epsilon)
         floor = "the accountant's ε of this round: a bound above it is a defect", epsilon
         if not is_private:
-            floor = (
-                "the same number of guesses, from the aggregate before the round",
-                best_bound(blind, included, delta),
-            )
+            earlier = best_bound(blind, included, delta)
+            floor = "the same number of guesses, from the aggregate before the round", earlier
         yield _EPSILON.figure(
             f"extractor: {source.value}",
             {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge,

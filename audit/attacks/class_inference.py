@@ -327,9 +327,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
 def _lacks(case: Case) -> str | None:
     assert case.view.auxiliary is not None
     if (case.view.auxiliary.labels != target_class(case.truth)).sum() < 4:
-        return (
-            "the attacker needs images of other classes than the device's most frequent one: give more with --auxiliary"
-        )
+        return "the attacker needs images of other classes than the device's most frequent: give more with --auxiliary"
     spec = case.view.spec
     if last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
         return f"the classifier of {spec.network.split} has no final linear layer to which a class can be added"

@@ -19,6 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
+from audit.measures import Control, Figure, Measure, Pictures, Reconstructions, trivial_images, unit_pixels
 from audit.techniques import gradients
 from audit.techniques.gradients import Search, Start, search
 from audit.techniques.image_decoder import PrincipalComponents
@@ -73,7 +74,7 @@ _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
 _GENERATED = 64
 _WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
-_RANK = measures.Measure("rank", "Pixels that a gradient can determine", "share")
+_RANK = Measure("rank", "Pixels that a gradient can determine", "share")
 
 
 class Match(str, Enum):
@@ -147,7 +148,7 @@ class Result:
     """The result of one setting; `diverged` is the share of its searches that diverged."""
 
     setting: Setting
-    images: measures.Reconstructions
+    images: Reconstructions
     diverged: float
 
 
@@ -249,7 +250,7 @@ def _of_batches(
     attacker: _Attacker, true: Mapping[Part, Weights], setting: Setting, images: ImageSet, streams: Streams, tick: Tick
 ) -> Result:
     """Attack single images or batches; each batch's guesses are put into the order that fits the truth best."""
-    view, pixels, guesses, diverged = attacker.view, measures.unit_pixels(images.images), [], []
+    view, pixels, guesses, diverged = attacker.view, unit_pixels(images.images), [], []
     seen, stream = _gradients_of(view, true, images, setting.rows), streams.generator("gradient noise")
     if setting.deviation:
         seen = [gradients.with_noise(one, setting.deviation, stream) for one in seen]
@@ -261,17 +262,15 @@ def _of_batches(
         guesses.append(found.pixels if setting.rows == 1 else in_best_order(found.pixels, truth))
         diverged.append(found.diverged)
         tick()
-    floors = {
-        name: (guess, pixels) for name, guess in measures.trivial_images(view, images, streams.generator("floor"))
-    }
-    return Result(setting, measures.Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
+    floors = {name: (guess, pixels) for name, guess in trivial_images(view, images, streams.generator("floor"))}
+    return Result(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
 
 
 def _gradients_of(
     view: View, true: Mapping[Part, Weights], images: ImageSet, rows: int = 1
 ) -> list[gradients.BatchGradient]:
     """Return the gradients of images, in batches of `rows`, as the device would send them."""
-    batches = zip(measures.unit_pixels(images.images).split(rows), images.labels.split(rows), strict=True)
+    batches = zip(unit_pixels(images.images).split(rows), images.labels.split(rows), strict=True)
     return [gradients.batch_gradient(view.spec, true, *batch, _sent_parts(view)) for batch in batches]
 
 
@@ -291,7 +290,7 @@ def _of_round(case: Case, attacker: _Attacker, setting: Setting, streams: Stream
     found = attacker.guess([round_difference(view, _sent_parts(view))], setting, streams.generator("search"))
     tick()
     classes = train.labels.unique()
-    pools = [measures.unit_pixels(train.images[train.labels == label]) for label in classes]
+    pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
 
     def beside_nearest(guesses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return guesses, torch.stack(
@@ -299,13 +298,11 @@ def _of_round(case: Case, attacker: _Attacker, setting: Setting, streams: Stream
         )
 
     first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
-    floors = {
-        name: beside_nearest(guess) for name, guess in measures.trivial_images(view, first, streams.generator("floor"))
-    }
-    return Result(setting, measures.Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
+    floors = {name: beside_nearest(guess) for name, guess in trivial_images(view, first, streams.generator("floor"))}
+    return Result(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 
-def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
+def _controls(results: Sequence[Result]) -> Iterator[Control]:
     """Yield the ceilings as controls: the audited network at its audited weights, the device's own extractor, a prior."""
     for what, of_features in (("gradients", False), ("features", True)):
         some = [one for one in results if one.setting.is_ceiling and one.setting.match.is_of_features == of_features]
@@ -313,7 +310,7 @@ def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
             continue
         images = max((one.images for one in some), key=lambda images: images.mean("psnr"))
         value, floor = images.mean("psnr"), float(images.best_floor("psnr")[1].mean())
-        yield measures.Control(
+        yield Control(
             f"PSNR in dB from {what}, the audited network with the device's own extractor ({len(images.truth)} images)",
             value,
             f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
@@ -321,7 +318,7 @@ def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
         )
 
 
-def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> measures.Figure:
+def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> Figure:
     """Return the share of the pixels that one image's gradient determines, at the device's true model."""
     view, true = case.view, case.model()
     assert true is not None
@@ -337,7 +334,7 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
                 else (model.features(pixels),)
             )
 
-        pixels = measures.unit_pixels(images.images[row : row + 1])
+        pixels = unit_pixels(images.images[row : row + 1])
         shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
         tick()
     value = measures.bootstrap(np.array(shares), streams.seed("bootstrap"))
@@ -382,7 +379,7 @@ def _revealed(view: View, true: Mapping[Part, Weights], images: ImageSet) -> Ima
     return ImageSet(features.unflatten(1, shape), labels, view.spec.classes)
 
 
-def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.Figure]:
+def _figures(results: Sequence[Result], streams: Streams) -> Iterator[Figure]:
     """Yield PSNR and SSIM of every setting; the ceiling is the best result for one image without noise, with the device's own extractor and a prior."""
     for name in measures.MEASURES:
         ceiling = max((one.images.mean(name) for one in results if one.setting.is_ceiling), default=None)
@@ -392,7 +389,7 @@ def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.F
             yield images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
 
 
-def _pictures(results: Sequence[Result]) -> Iterator[measures.Pictures]:
+def _pictures(results: Sequence[Result]) -> Iterator[Pictures]:
     """Yield originals above reconstructions: single images in one table, batches and the round in one each."""
     titles = {0: "From the round's weight difference", 1: "From one image's gradient"}
     for rows in sorted({one.setting.rows for one in results}):
@@ -403,7 +400,7 @@ def _pictures(results: Sequence[Result]) -> Iterator[measures.Pictures]:
             guesses, truth = one.images.guesses[:_SHOWN], one.images.truth[:_SHOWN]
             lines.append((one.setting.words, tuple(map(measures.png, guesses))))
             captions.append(tuple(f"{value:.1f} dB" for value in measures.psnr(guesses, truth)))
-        yield measures.Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions))
+        yield Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions))
 
 
 def _notes(results: Sequence[Result]) -> Iterator[str]:

@@ -41,6 +41,8 @@ _FARTHEST = 2.0  # L1 distance of shares without a common class
 _WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
 _L1 = Measure("label_l1", "Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)")
 Counts = NDArray[np.int16]
+Means = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""For each draw of probes, the mean prediction [C] and the mean input [D] of the last layer."""
 _ACCURACY = Measure("label_accuracy", "Correct labels of one batch", "share")
 
 
@@ -70,10 +72,8 @@ def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torc
 
 
 @torch.no_grad()
-def probe_means(
-    spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return PPIDSG's estimates from random samples, for each draw: mean prediction [C], and mean input [D] of the last layer."""
+def probe_means(spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams) -> Means:
+    """Return PPIDSG's estimates from random samples."""
     network, kept, predicted = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval(), [], []
     last = network.get_submodule(str(last_layer(network, spec.class_count)))
     last.register_forward_pre_hook(lambda _, given: kept.append(given[0].mean(0)))
@@ -83,9 +83,7 @@ def probe_means(
     return list(zip(predicted, kept, strict=True))
 
 
-def guessed_batch(
-    spec: FederationSpec, seen: BatchGradient, means: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> Shares:
+def guessed_batch(spec: FederationSpec, seen: BatchGradient, means: Means) -> Shares:
     """Return class counts [C] of a batch, by the gradient they come from; the mode over several draws of probes."""
     network = build_part(spec, Part.CLASSIFIER)
     layer = last_layer(network, spec.class_count)

@@ -57,7 +57,7 @@ def audits_command(
 
     kind = str(context.info_name)
     count = count or (50 if kind == "null" else 20)
-    setting = {"effort": effort, "images": images or [100, 300], "plants": plant or [], "count": count, "federations": federations}  # fmt: skip
+    setting = {"effort": effort, "images": images or [100, 300], "plant": plant or [], "count": count, "federations": federations}  # fmt: skip
     record = privacy_audits.run(kind, out, partial(typer.echo, err=True), setting, write=write)
     return record, "\n".join(privacy_audits.lines(record["rates"]))
 
@@ -80,8 +80,7 @@ def published_command(
     if name not in EXPERIMENTS:
         raise BadInputError(f"no published experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
     found = recorded(name, row or (), data_text(data), parse_seeds(seeds), out)
-    lines = (f"{fmean(values):8.4f}  {title}" for title, values in found.items())
-    return found, "\n".join(lines)
+    return found, "\n".join(f"{fmean(values):8.4f}  {title}" for title, values in found.items())
 
 
 @app.command("coordinator")
@@ -104,23 +103,15 @@ def coordinator_command(
     from experiments.bench.sessions import new_home
 
     setting = Setting(sessions, rounds, network)
-    record: dict[str, Any] = {
-        **bench_record("bench coordinator"),
-        "command": "fedcg bench coordinator "
-        + " ".join(f"--{name} {value}" for name, value in asdict(setting).items()),
-        "load": [round(value, 1) for value in os.getloadavg()],
-        "setting": asdict(setting),
-    }
+    record = bench_record("bench coordinator", asdict(setting), **asdict(setting))
+    record["load"] = [round(value, 1) for value in os.getloadavg()]
     with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as folder:
         home = new_home(Path(folder))
         run = asyncio.run(run_rounds(home, setting, partial(typer.echo, err=True)))
         with closing(Store.of(home)) as store:
             found = rounds_of(store, run)
-    record |= {
-        "updates": run.updates(),
-        "growth_mb_per_round": growth_mb(found),
-        "rounds": [asdict(each) for each in found],
-    }
+    told = [asdict(each) for each in found]
+    record |= {"updates": run.updates(), "growth_mb_per_round": growth_mb(found), "rounds": told}
     if out is not None:
         write_record(record, out / "coordinator.json")
     return record, "\n".join(_coordinator_lines(record))

@@ -59,12 +59,11 @@ def recorded(name: str, rows: Sequence[str], data: str, seeds: Sequence[int], ou
             values: dict[str, list[float]] = defaultdict(list)
             for figure, value in EXPERIMENTS[name](run):
                 values[figure].append(value)
-            command = f"fedcg bench privacy published {name} --row {row} --data {run.data_name} --seeds {seed}"
-            head = {**bench_record("bench privacy published"), "command": command, "setting": run.published()}
+            options = {"row": row, "data": run.data_name, "seeds": seed}
+            head = bench_record("bench privacy published", run.published(), name, **options)
             write_record({**head, "figures": {figure: round(fmean(some), 5) for figure, some in values.items()}}, path)
-        if path.is_file():
-            for figure, mean in json.loads(path.read_text(encoding="utf-8"))["figures"].items():
-                found[f"{run.data_name}, {row}: {figure}"].append(mean)
+        for figure, mean in json.loads(path.read_text())["figures"].items() if path.is_file() else ():
+            found[f"{run.data_name}, {row}: {figure}"].append(mean)
     return found
 
 
