@@ -199,11 +199,11 @@ def with_noise(view: View, stream: torch.Generator) -> View:
     """
     parts = {**view.start(), **view.before.parts}
     for part in sorted(view.update.keys() & parts.keys()):  # the order of a set differs between processes
-        changes = {name: (view.update[part][name] - value).float() for name, value in parts[part].items()}
-        parts[part] = {
-            name: value + (change.square().mean().sqrt() * torch.randn(change.shape, generator=stream)).to(value.dtype)
-            for (name, value), change in zip(parts[part].items(), changes.values(), strict=True)
-        }
+        noised = {}
+        for name, value in parts[part].items():
+            size = (view.update[part][name] - value).float().square().mean().sqrt()
+            noised[name] = value + (size * torch.randn(value.shape, generator=stream)).to(value.dtype)
+        parts[part] = noised
     return replace(view, update=parts)
 
 
@@ -278,9 +278,8 @@ def _drawn(
         noised = [with_noise(given, streams.generator("noise", number)) for number in range(plan.restarts)]
         for name, views in ((source.value, [given] * len(noised)), (_earlier(source), noised)):
             runs = [(one, streams.at(name, number)) for number, one in enumerate(views)]
-            drawn[name] = [
-                images(networks.assembled(one, source, own, plan.surrogate_epochs), own) for one, own in runs
-            ]
+            surrogates = (networks.assembled(one, source, own, plan.surrogate_epochs) for one, own in runs)
+            drawn[name] = [images(model, own) for model, (_, own) in zip(surrogates, runs, strict=True)]
     trained = networks.trained_alone(view, view.start(), truth.train, streams, plan.control_epochs)
     for name, parts in ((_CONTROL, trained), (_UNTRAINED, view.start())):
         models = [networks.whole_model(view.spec, *(parts[part] for part in _WHOLE)) for _ in range(_CONTROL_GANS)]

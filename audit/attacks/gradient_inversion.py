@@ -257,12 +257,13 @@ def _of_batches(
     together = len(seen) if setting.match.is_of_features else 1
     for first in range(0, len(seen), together):
         some = seen[first : first + together]
-        found = attacker.guess(some, setting, streams.generator("search", first))
+        guess = attacker.guess(some, setting, streams.generator("search", first))
         truth = pixels[first * setting.rows : (first + len(some)) * setting.rows]
-        guesses.append(found.pixels if setting.rows == 1 else in_best_order(found.pixels, truth))
-        diverged.append(found.diverged)
+        guesses.append(guess.pixels if setting.rows == 1 else in_best_order(guess.pixels, truth))
+        diverged.append(guess.diverged)
         tick()
-    floors = {name: (guess, pixels) for name, guess in trivial_images(view, images, streams.generator("floor"))}
+    trivial = trivial_images(view, images, streams.generator("floor"))
+    floors = {name: (guess, pixels) for name, guess in trivial}
     return Result(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
 
 
@@ -293,12 +294,12 @@ def _of_round(case: Case, attacker: _Attacker, setting: Setting, streams: Stream
     pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
 
     def beside_nearest(guesses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return guesses, torch.stack(
-            [pool[measures.nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)]
-        )
+        pairs = zip(guesses, pools, strict=True)
+        return guesses, torch.stack([pool[measures.nearest_row(one, pool)] for one, pool in pairs])
 
     first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
-    floors = {name: beside_nearest(guess) for name, guess in trivial_images(view, first, streams.generator("floor"))}
+    trivial = trivial_images(view, first, streams.generator("floor"))
+    floors = {name: beside_nearest(guess) for name, guess in trivial}
     return Result(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 
@@ -328,11 +329,9 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
         label = images.labels[row : row + 1]
 
         def seen(pixels: torch.Tensor, label: torch.Tensor = label) -> tuple[torch.Tensor, ...]:
-            return (
-                gradients.gradient(model, pixels, label, _WHOLE, create_graph=True)
-                if whole
-                else (model.features(pixels),)
-            )
+            if not whole:
+                return (model.features(pixels),)
+            return gradients.gradient(model, pixels, label, _WHOLE, create_graph=True)
 
         pixels = unit_pixels(images.images[row : row + 1])
         shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
