@@ -38,6 +38,7 @@ from fedcg.worker_process import abandon, die_with_parent
 LOOK_EVERY_S = 0.2
 SEND_EVERY_S = 0.5
 IDENTITY_FILE = "audit.json"
+_REMEDY = "choose another --out, or --force"
 _OUTCOME = TypeAdapter(Outcome)
 _IDENTITY = TypeAdapter(dict[str, Any])
 
@@ -67,18 +68,14 @@ class AuditFolder:
             for path in self._outcomes.glob("*.json"):
                 path.unlink()
         elif (root / IDENTITY_FILE).exists() and self._identity() != dict(identity):
-            raise CaptureError(
-                f"{root} holds another audit, or one with other options: choose another --out, or --force"
-            )
+            raise CaptureError(f"{root} holds another audit, or one with other options: {_REMEDY}")
         replace_durably(root / IDENTITY_FILE, _IDENTITY.dump_json(dict(identity), indent=1))
 
     def _identity(self) -> dict[str, Any]:
         try:
             return _IDENTITY.validate_json((self.root / IDENTITY_FILE).read_bytes())
         except (OSError, ValidationError) as error:
-            raise CaptureError(
-                f"{self.root / IDENTITY_FILE} can't be read: {error}; choose another --out, or --force"
-            ) from error
+            raise CaptureError(f"{self.root / IDENTITY_FILE} can't be read: {error}; {_REMEDY}") from error
 
     def keep(self, outcome: Outcome) -> None:
         """Write an outcome atomically."""

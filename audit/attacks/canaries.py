@@ -128,15 +128,8 @@ def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Prog
     def report(phase: str, done: int, of: int) -> None:
         progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
 
-    ctx = RoundContext(
-        view.spec,
-        view.round,
-        1,
-        streams.at("run"),
-        callbacks=Callbacks(report),
-        cohort=Cohort(streams),
-        privacy=privacy,
-    )
+    shown, cohort = Callbacks(report), Cohort(streams)
+    ctx = RoundContext(view.spec, view.round, 1, streams.at("run"), callbacks=shown, cohort=cohort, privacy=privacy)
     data = joined(case.truth.train, canaries)
     result = protected_round(view.method, ClientState(before), data, view.before, ctx)
     extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]

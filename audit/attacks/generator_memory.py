@@ -299,10 +299,8 @@ def _pictures(setting: _Setting, mine: Samples) -> Pictures:
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
     """Yield the attacker's setting first, then the one with the true extractor."""
     view, truth = case.view, case.truth
-    images, everyone = (
-        joined(*truth.matched(streams.generator("matched"), plan.images)),
-        joined(truth.train, truth.held_out),
-    )
+    images = joined(*truth.matched(streams.generator("matched"), plan.images))
+    everyone = joined(truth.train, truth.held_out)
     given, classifier, known = view.with_private(truth.after or {}), view.update[Part.CLASSIFIER], view.auxiliary
     for source in _sources(case):
         weights = networks.estimated_extractor(given, source, classifier, streams, plan.surrogate_epochs)

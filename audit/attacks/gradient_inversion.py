@@ -35,6 +35,7 @@ _OVERSAMPLED = 16
 _ROWS_AT_ONCE = 64
 
 Observation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+Parts = Mapping[Part, Weights]
 
 
 def pixel_rank(observation: Observation, pixels: torch.Tensor, stream: torch.Generator) -> int:
@@ -247,7 +248,7 @@ def _form(view: View) -> tuple[int, int, int]:
 
 
 def _of_batches(
-    attacker: _Attacker, true: Mapping[Part, Weights], setting: Setting, images: ImageSet, streams: Streams, tick: Tick
+    attacker: _Attacker, true: Parts, setting: Setting, images: ImageSet, streams: Streams, tick: Tick
 ) -> Result:
     """Attack single images or batches; each batch's guesses are put into the order that fits the truth best."""
     view, pixels, guesses, diverged = attacker.view, unit_pixels(images.images), [], []
@@ -267,9 +268,7 @@ def _of_batches(
     return Result(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
 
 
-def _gradients_of(
-    view: View, true: Mapping[Part, Weights], images: ImageSet, rows: int = 1
-) -> list[gradients.BatchGradient]:
+def _gradients_of(view: View, true: Parts, images: ImageSet, rows: int = 1) -> list[gradients.BatchGradient]:
     """Return the gradients of images, in batches of `rows`, as the device would send them."""
     batches = zip(unit_pixels(images.images).split(rows), images.labels.split(rows), strict=True)
     return [gradients.batch_gradient(view.spec, true, *batch, _sent_parts(view)) for batch in batches]
@@ -367,7 +366,7 @@ def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick
             yield _of_round(case, attackers[place], setting, run, tick)
 
 
-def _revealed(view: View, true: Mapping[Part, Weights], images: ImageSet) -> ImageSet | None:
+def _revealed(view: View, true: Parts, images: ImageSet) -> ImageSet | None:
     """Return the features and labels that the gradients of single images reveal; None if the first linear layer is not next to the extractor."""
     seen, shape = _gradients_of(view, true, images), feature_shape(view.spec)
     model = networks.whole_model(view.spec, *(true[part] for part in _WHOLE))

@@ -110,10 +110,11 @@ def chance_of_gain(
         labels: [N]; as many members as others of each class.
         seed: for the assignments.
     """
-    score, blind = scores
-    return measures.chance(
-        lambda some: of(score, some) - np.maximum(least, of(blind, some)), labels.numpy(), members, seed
-    )
+
+    def gain(some: Flags) -> Values:
+        return of(scores[0], some) - np.maximum(least, of(scores[1], some))
+
+    return measures.chance(gain, labels.numpy(), members, seed)
 
 
 def sides(scores: Values, members: Flags) -> tuple[Values, Values]:
@@ -231,9 +232,8 @@ class GeneratorDistance:
 def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> Values:
     """Return the negative distance of the features to those of the nearest auxiliary image; needs no generator."""
     known = target.shadows[0].seen
-    return -nearest_distance(
-        features_of(target.victim, images), images.labels, features_of(target.victim, known), known.labels
-    )
+    mine, theirs = (features_of(target.victim, some) for some in (images, known))
+    return -nearest_distance(mine, images.labels, theirs, known.labels)
 
 
 def _attempts(
@@ -279,9 +279,8 @@ class _Prepared:
             return None
         labels = torch.arange(spec.class_count).repeat_interleave(self.per_class)
         noise = torch.randn(len(labels), spec.network.noise_dim, generator=self.streams.generator("noise"))
-        return GeneratorDistance(
-            generate(load_part(spec, Part.GENERATOR, weights), noise, labels).flatten(1).detach(), labels
-        )
+        samples = generate(load_part(spec, Part.GENERATOR, weights), noise, labels)
+        return GeneratorDistance(samples.flatten(1).detach(), labels)
 
 
 def _epochs_of(view: View, rows: int, most: int) -> int:
@@ -364,9 +363,8 @@ def most_exposed(found: Sequence[MemberScores], images: ImageSet, members: Flags
     passed = (best.score[~members][None] >= best.score[rows][:, None]).mean(1)
     shown = tuple(map(measures.png, measures.unit_pixels(images.images[rows])))
     title = f"the device's training images that are recognised most surely ({best.setting})"
-    return Pictures(
-        title, (("share of other images that score as high", shown),), (tuple(f"{one:.1%}" for one in passed),)
-    )
+    captions = tuple(f"{one:.1%}" for one in passed)
+    return Pictures(title, (("share of other images that score as high", shown),), (captions,))
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:

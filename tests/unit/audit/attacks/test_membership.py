@@ -11,7 +11,7 @@ import torch
 from audit.attacks import canaries, membership
 from audit.attacks.attack import Effort
 from audit.attacks.canaries import ATTACK, best_bound, epsilon_bound, least_chance, make_canaries, p_value
-from audit.attacks.membership import GeneratorDistance, MemberScores, auc, auc_gain, aucs, nearest_distance
+from audit.attacks.membership import GeneratorDistance, MemberScores, auc, aucs, chance_of_gain, nearest_distance
 from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.device_data import joined
 from audit.evidence.networks import WholeModel
@@ -26,6 +26,8 @@ from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part, PrivacySpent, Report
 from tests.support.audit import carried_out, outcome_of, simulated_case
 from tests.support.present import present
+
+SCORES = ("ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA")
 
 
 def _images(labels: list[int]) -> ImageSet:
@@ -99,30 +101,24 @@ def test_the_gain_is_over_the_larger_of_chance_and_the_blind_score() -> None:
     members = np.repeat([True, False], 50)
     drawn = np.random.default_rng(0)
     good, noise = members + 0.5 * drawn.normal(size=100), drawn.normal(size=100)
-    alike = auc_gain(good, good, members, 0)
+    alike = membership.auc_gain(good, good, members, 0)
     assert (alike.value, alike.low, alike.high) == (0.0, 0.0, 0.0)
-    inverted = auc_gain(good, -good, members, 0)
+    inverted = membership.auc_gain(good, -good, members, 0)
     assert inverted.value == pytest.approx(auc(good[members], good[~members]) - 0.5)
     assert inverted.low > 0.2
-    assert auc_gain(noise, noise + good, members, 0).value < 0
+    assert membership.auc_gain(noise, noise + good, members, 0).value < 0
 
 
 def test_the_chance_of_scores_of_nothing_is_uniform_and_that_of_members_small() -> None:
     labels, members = torch.arange(100) % 5, np.tile(np.repeat([True, False], 5), 10)
     drawn, none = np.random.default_rng(2), np.zeros(100)
     for of, least in ((aucs, 0.5), (functools.partial(membership.true_positive_rates, rate=0.1), 0.1)):
-        found = [
-            membership.chance_of_gain(of, least, (drawn.normal(size=100), none), members, labels, at)
-            for at in range(60)
-        ]
+        found = [chance_of_gain(of, least, (drawn.normal(size=100), none), members, labels, at) for at in range(60)]
         assert np.mean(np.array(found) < 0.2) < 0.4  # 12 of 60 expected
-        assert (
-            membership.chance_of_gain(of, least, (members + 0.3 * drawn.normal(size=100), none), members, labels, 0)
-            < 1e-3
-        )
+        assert chance_of_gain(of, least, (members + 0.3 * drawn.normal(size=100), none), members, labels, 0) < 1e-3
     # What is as good without the update is no gain.
     shifted = members + 0.3 * drawn.normal(size=100)
-    assert membership.chance_of_gain(aucs, 0.5, (shifted, shifted), members, labels, 0) > 0.4
+    assert chance_of_gain(aucs, 0.5, (shifted, shifted), members, labels, 0) > 0.4
 
 
 def test_rates_are_given_only_where_enough_images_pass_and_each_figure_has_a_test() -> None:
@@ -146,9 +142,7 @@ def _overfitted() -> tuple[Target, ImageSet, ImageSet, Case]:
         return replace(some, labels=torch.randint(10, (len(some),), generator=stream))
 
     members, others = (relabelled(some.rows(range(40))) for some in (case.truth.train, case.truth.held_out))
-    fit, population = (
-        relabelled(some) for some in (case.view.auxiliary.rows(range(80)), case.view.auxiliary.rows(range(80, 290)))
-    )
+    fit, population = (relabelled(case.view.auxiliary.rows(some)) for some in (range(80), range(80, 290)))
     spec = case.view.spec.model_copy(update={"params": {**case.view.spec.params, "lr": 3e-3}})
     view = replace(case.view, spec=spec, others={})
     victim = shadow_models.train_shadows(view, joined(members, others), 1, 80, case.streams.at("victim"), _nothing)[0]
@@ -244,13 +238,7 @@ def test_controls_fail_where_the_attack_is_broken(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_beside_the_true_one() -> None:
     found = outcome_of("membership", method="fedcg")
-    names = (
-        "ML-Leaks",
-        "PPIDSG's two shadow models",
-        "RMIA by other clients",
-        "RMIA",
-        *("generator alone", "RMIA and generator"),
-    )
+    names = (*SCORES, "generator alone", "RMIA and generator")
     assert [one.setting for one in found.figures if one.name == "mia_auc"] == [
         f"{name}, extractor: {source.value}" for source in (Extractor.START, Extractor.SURROGATE) for name in names
     ]
@@ -266,7 +254,7 @@ def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_besi
 def test_a_classifier_alone_is_tried_without_a_generator(network: str) -> None:
     found = outcome_of("membership", method="fedsplit", network=network)
     names = {one.setting.split(",")[0] for one in found.figures}
-    assert names == {"ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA"}
+    assert names == set(SCORES)
     assert all(control.passed for control in found.controls)
 
 
