@@ -27,6 +27,15 @@ def _sending(case: Case, part: Part, weights: Weights) -> Case:
     return replace(case, view=replace(case.view, update=update))
 
 
+def as_sent(case: Case) -> Case:
+    """Return the case with the update as the codec i8-delta sends it."""
+    update = {
+        part: {name: coded(case, part, name) if one.ndim > 1 else one for name, one in weights.items()}
+        for part, weights in case.view.update.items()
+    }
+    return replace(case, view=replace(case.view, update=update))
+
+
 def _extractor(case: Case) -> Weights:
     """Return the private extractor after the round."""
     assert case.truth.after is not None

@@ -30,7 +30,7 @@ from audit.measures import Outcome, proportion
 from audit.recording.leakage import PrivateTensor, WireTensor, compare, private_tensors
 from audit.report import Result, findings_of, judge
 from audit.run import AuditOptions, case_of
-from experiments.bench.planted_leaks import PLANTS, coded
+from experiments.bench.planted_leaks import PLANTS, as_sent
 from experiments.errors import OptionError, RunError
 from experiments.record import bench_record, write_record
 from experiments.simulation.recorded_updates import truth_file
@@ -100,13 +100,8 @@ def plant_jobs(updates: Updates, kinds: Sequence[str], count: int, effort: Effor
 
     def row(update: AuditOptions, kind: str, strength: float, seed: int) -> dict[str, Any]:
         plant, case = PLANTS[kind], _case(update, seed)
-        case = plant.put(case, strength, case.streams.at("plant", kind).generator("draws"))
-        update_ = {
-            part: {name: coded(case, part, name) if one.ndim > 1 else one for name, one in weights.items()}
-            for part, weights in case.view.update.items()
-        }
-        case = replace(case, view=replace(case.view, update=update_))
-        sent = [WireTensor("", name, one.numpy()) for weights in update_.values() for name, one in weights.items()]
+        case = as_sent(plant.put(case, strength, case.streams.at("plant", kind).generator("draws")))
+        sent = [WireTensor("", name, one.numpy()) for some in case.view.update.values() for name, one in some.items()]
         outcomes = _outcomes(case, effort, plant.attacks) if plant.attacks else {}
         leaks = red({**whole(update), **outcomes}) if outcomes else []
         possible = [one for some in outcomes.values() for one in some.figures if one.is_possible and one.is_of_update]

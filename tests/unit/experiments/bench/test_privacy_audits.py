@@ -11,7 +11,7 @@ import audit
 from audit.attacks.attack import Effort
 from audit.evidence import inputs_and_features
 from audit.recording.leakage import WireTensor, compare, private_tensors
-from experiments.bench.planted_leaks import PLANTS, coded
+from experiments.bench.planted_leaks import PLANTS, as_sent
 from experiments.bench.privacy_audits import lines, rates, smallest, swapped, write_detection
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
@@ -36,11 +36,9 @@ def test_a_strong_plant_changes_the_update_and_a_copy_is_found_in_it_as_it_is_se
         assert {part for (part, _, new), (*_, old) in pairs if not torch.equal(new, old)} == {
             Part.CLASSIFIER if "class" in kind else Part.GENERATOR
         }
-        sent = [
-            WireTensor("", name, (coded(planted, part, name) if one.ndim > 1 else one).numpy())
-            for part, name, one in named
-        ]
-        names = [match.private for match in compare(sent, secrets)]
+        sent = as_sent(planted).view.update.values()
+        wire = [WireTensor("", name, one.numpy()) for some in sent for name, one in some.items()]
+        names = [match.private for match in compare(wire, secrets)]
         return {name.rpartition("/")[0] or name.rpartition(" ")[0] for name in names}
 
     wanted = {"image in columns": {"input"}}.get(kind, {"after/extractor"})
