@@ -224,14 +224,11 @@ def proportion(successes: int, trials: int) -> Interval:
     return Interval(successes / trials, float(bounds.low), float(bounds.high))
 
 
-def bootstrap(
-    values: Values, seed: int, statistic: Callable[[Values], float] = lambda some: float(some.mean())
-) -> Interval:
+def bootstrap(values: Values, seed: int, statistic: Callable[[Values], float] = np.mean) -> Interval:
     """Return a statistic of independent values [N, ...], resampled over the first axis (percentiles of 1,000 resamples)."""
-    drawn = np.random.default_rng(seed)
-    rows = len(values)
+    drawn, rows = np.random.default_rng(seed), len(values)
     found = [statistic(values[drawn.integers(rows, size=rows)]) for _ in range(_RESAMPLES)]
-    return percentile_interval(statistic(values), found)
+    return percentile_interval(float(statistic(values)), found)
 
 
 def sign_test(gains: Values) -> float:
@@ -311,11 +308,9 @@ def png(image: torch.Tensor) -> str:
     """Return one image [C, H, W] in [0, 1] as a base64 PNG, enlarged without smoothing so that its pixels are visible."""
     pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     picture = Image.fromarray(np.ascontiguousarray(pixels.squeeze()))
-    scale = max(1, _SHOWN_SIDE // max(picture.size))
-    stream = io.BytesIO()
-    picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(
-        stream, "PNG", optimize=True
-    )
+    scale, stream = max(1, _SHOWN_SIDE // max(picture.size)), io.BytesIO()
+    larger = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    larger.save(stream, "PNG", optimize=True)
     return base64.b64encode(stream.getvalue()).decode()
 
 

@@ -107,8 +107,7 @@ def as_chance(probability: float | None) -> str:
     """Format a corrected probability."""
     if probability is None:
         return "not tested"
-    is_below = probability < _LEAST_SHOWN
-    return f"{'below ' if is_below else ''}{as_number(_LEAST_SHOWN if is_below else probability, 'share')}"
+    return "below " * (probability < _LEAST_SHOWN) + as_number(max(probability, _LEAST_SHOWN), "share")
 
 
 def as_number(value: float | None, unit: str = "") -> str:
@@ -191,24 +190,17 @@ def _finding(attack: Attack, outcome: Outcome, chances: Mapping[Figure, float]) 
         leaks = [one for one in figures if chances.get(one, 1.0) <= LEVEL and one.gain.value > 0]
         if leaks:
             return Finding(attack, outcome, result, min(leaks, key=_strongest), chances)
-    tested = [one for one in of_update or possible if one in chances]
-    if not tested:
-        return Finding(attack, outcome, Result.UNTESTED, min(of_update or possible, key=_strongest), chances)
+    deciding = of_update or possible
+    tested = [one for one in deciding if one in chances]
     proven = [one for one in tested if outcome.is_proven(one.name)]
-    return Finding(
-        attack, outcome, Result.NOTHING if proven else Result.UNPROVEN, min(proven or tested, key=_strongest), chances
-    )
+    result = Result.NOTHING if proven else Result.UNPROVEN if tested else Result.UNTESTED
+    return Finding(attack, outcome, result, min(proven or tested or deciding, key=_strongest), chances)
 
 
 def _strongest(figure: Figure) -> tuple[float, float]:
-    """The least likely by chance first, then the largest share of the possible gain."""
-    return (1.0 if figure.p is None else figure.p), -_share_of_range(figure)
-
-
-def _share_of_range(figure: Figure) -> float:
-    """Return the gain's lower bound as a share of the largest possible gain, so that dB and shares are comparable."""
-    whole = abs((figure.ceiling if figure.ceiling is not None else 1.0) - figure.floor)
-    return figure.gain.low / max(whole, 1e-9)
+    """The least likely by chance first, then the largest share of the possible gain, so that dB and shares are comparable."""
+    whole = abs((1.0 if figure.ceiling is None else figure.ceiling) - figure.floor)
+    return (1.0 if figure.p is None else figure.p), -figure.gain.low / max(whole, 1e-9)
 
 
 def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult]) -> dict[str, Any]:
@@ -260,10 +252,8 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
         [row for row in measured[name] if mine.items() <= row.items()] for name in ("smallest", "false_alarm")
     )
     if finding.result is Result.LEAKED:
-        told = [
-            f"{row['red']} of {row['of']} audits without a leak (95 %: at most {as_number(proportion(row['red'], row['of']).high, 'share')})"
-            for row in alarms
-        ]
+        rates = [(f"{row['red']} of {row['of']}", proportion(row["red"], row["of"]).high) for row in alarms]
+        told = [f"{rate} audits without a leak (95 %: at most {as_number(high, 'share')})" for rate, high in rates]
         return f"False alarms: {'; '.join(told) or 'not measured'}"
     if finding.result is not Result.NOTHING:
         return ""
@@ -391,13 +381,7 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateRe
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "drawn": drawn,
-        "interval": interval,
-        "number": as_number,
-        "gain": gain,
-        "chance": as_chance,
-    }
+    environment.filters.update(drawn=drawn, interval=interval, number=as_number, gain=gain, chance=as_chance)
     by_result = {result: [one for one in findings if one.result is result] for result in Result}
     return environment.get_template(_TEMPLATE).render(
         subject=subject,

@@ -39,6 +39,7 @@ from fedcg.worker_process import abandon, die_with_parent
 LOOK_EVERY_S = 0.2
 SEND_EVERY_S = 0.5
 IDENTITY_FILE = "audit.json"
+_REMEDY = "choose another --out, or --force"
 _OUTCOME = TypeAdapter(Outcome)
 _IDENTITY = TypeAdapter(dict[str, Any])
 
@@ -68,18 +69,14 @@ class AuditFolder:
             for path in self._outcomes.glob("*.json"):
                 path.unlink()
         elif (root / IDENTITY_FILE).exists() and self._identity() != dict(identity):
-            raise CaptureError(
-                f"{root} holds another audit, or one with other options: choose another --out, or --force"
-            )
+            raise CaptureError(f"{root} holds another audit, or one with other options: {_REMEDY}")
         replace_durably(root / IDENTITY_FILE, _IDENTITY.dump_json(dict(identity), indent=1))
 
     def _identity(self) -> dict[str, Any]:
         try:
             return _IDENTITY.validate_json((self.root / IDENTITY_FILE).read_bytes())
         except (OSError, ValidationError) as error:
-            raise CaptureError(
-                f"{self.root / IDENTITY_FILE} can't be read: {error}; choose another --out, or --force"
-            ) from error
+            raise CaptureError(f"{self.root / IDENTITY_FILE} can't be read: {error}; {_REMEDY}") from error
 
     def keep(self, outcome: Outcome) -> None:
         """Write an outcome atomically."""
@@ -142,8 +139,8 @@ def carry_out(
         deadline = time.monotonic() + effort.limit_s
         pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (os.getpid(), progress))
         try:
-            for outcome, is_final in _as_completed(pool, jobs, progress, on_progress, deadline):
-                if folder is not None and is_final:
+            for outcome in _as_completed(pool, jobs, progress, on_progress, deadline):
+                if folder is not None and not outcome.has_failed:
                     folder.keep(outcome)
                 outcomes[outcome.attack] = outcome
                 on_done(outcome)
@@ -162,8 +159,8 @@ def _as_completed(
     progress: Any,
     on_progress: OnProgress,
     deadline: float,
-) -> Any:
-    """Yield (outcome, whether it is final) of every attack, as they end."""
+) -> Iterator[Outcome]:
+    """Yield the outcome of every attack, as they end."""
     waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, name, *job): name for name, job in jobs.items()}
     while waiting:
         done, _ = wait(waiting, LOOK_EVERY_S, FIRST_COMPLETED)
@@ -172,13 +169,10 @@ def _as_completed(
         for future in done:
             name = waiting.pop(future)
             error = future.exception()
-            if error is None:
-                yield future.result(), True
-            else:
-                yield Outcome.failure(name, error), False
+            yield future.result() if error is None else Outcome.failure(name, error)
         if waiting and time.monotonic() > deadline:
             for name in waiting.values():
-                yield Outcome.failure(name, jobs[name][0].out_of_time()), False
+                yield Outcome.failure(name, jobs[name][0].out_of_time())
             return
 
 
@@ -293,9 +287,7 @@ def content_sha256(value: object) -> str:
 
 
 @contextmanager
-def progress_bars(
-    console: Console, names: Sequence[str]
-) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[Outcome], None]]]:
+def progress_bars(console: Console, names: Sequence[str]) -> Iterator[tuple[OnProgress, OnDone]]:
     """Show a progress bar per attack on a terminal, else one line for each finished attack."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

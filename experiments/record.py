@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -39,14 +40,25 @@ def _version(name: str) -> str:
         return "none"
 
 
-def bench_record(kind: str) -> dict[str, Any]:
-    """Return the head of every record: its kind, the date, this machine, the versions."""
+def bench_record(kind: str, setting: Mapping[str, Any], *words: object, **options: object) -> dict[str, Any]:
+    """Return the head of every record: its kind, the date, this machine, the versions, the setting and the whole command.
+
+    Args:
+        kind: the command after `fedcg`.
+        setting: of the measurement, as JSON values.
+        words: of the command, after `kind`.
+        options: of the command; a list repeats its option.
+    """
+    repeated = {name: some if isinstance(some, list) else [some] for name, some in options.items()}
+    given = [word for name, some in repeated.items() for one in some for word in (f"--{name}", str(one))]
     return {
         "format": RECORD_FORMAT,
         "kind": kind,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions()},
+        "command": shlex.join(["fedcg", *kind.split(), *map(str, words), *given]),
+        "setting": dict(setting),
     }
 
 

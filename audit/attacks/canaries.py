@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from scipy.optimize import bisect
 from scipy.stats import binom
 
 from audit.attacks.attack import Attack, Found, Progress, Trial
@@ -27,7 +28,6 @@ from fedcg.wire.parts import Part
 DELTA = 1e-5
 _SHARES = (1.0, 0.5, 0.25, 0.1)  # shares of the canaries to guess, the surest first; the error is divided among them
 _BLOCKS = 4  # blocks of random colours along each side of a canary
-_BISECTIONS = 40
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_BOUND = 64, 100, 0.5
 _QUARTERS = {"classify": 0, "generate": 1}  # of the progress, by phase of a local round; the last is the control's
 _TINY = 1e-9
@@ -57,18 +57,16 @@ def epsilon_bound(
     canaries: int, guesses: int, right: int, delta: float = DELTA, error: float = 1 - CONFIDENCE
 ) -> float:
     """Return the largest ε that these correct guesses rule out, with error probability `error`; 0 if they rule out none."""
-    low, high = 0.0, 1.0
-    if p_value(canaries, guesses, right, low, delta) >= error:
+
+    def excess(epsilon: float) -> float:
+        return p_value(canaries, guesses, right, epsilon, delta) - error
+
+    if excess(0.0) >= 0:
         return 0.0
-    while p_value(canaries, guesses, right, high, delta) < error:
-        low, high = high, 2 * high
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if p_value(canaries, guesses, right, middle, delta) < error:
-            low = middle
-        else:
-            high = middle
-    return low
+    high = 1.0
+    while excess(high) < 0:
+        high *= 2
+    return float(bisect(excess, 0.0, high))
 
 
 def best_bound(scores: Values, included: Flags, delta: float = DELTA) -> float:
@@ -114,11 +112,8 @@ def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) ->
 def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extractors]]:
     """Yield the extractors, before and after the round, that the attacker has or estimates."""
     for source in view.extractors(Extractor.START, Extractor.SURROGATE):
-        if source is Extractor.SENT:
-            yield source, (view.before.parts[Part.EXTRACTOR], view.update[Part.EXTRACTOR])
-            continue
         before, after = (
-            networks.estimated_extractor(view, source, parts[Part.CLASSIFIER], streams)
+            networks.estimated_extractor(replace(view, update=parts), source, parts[Part.CLASSIFIER], streams)
             for parts in (view.before.parts, view.update)
         )
         yield source, (before, after)
@@ -133,15 +128,8 @@ def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Prog
     def report(phase: str, done: int, of: int) -> None:
         progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
 
-    ctx = RoundContext(
-        view.spec,
-        view.round,
-        1,
-        streams.at("run"),
-        callbacks=Callbacks(report),
-        cohort=Cohort(streams),
-        privacy=privacy,
-    )
+    shown, cohort = Callbacks(report), Cohort(streams)
+    ctx = RoundContext(view.spec, view.round, 1, streams.at("run"), callbacks=shown, cohort=cohort, privacy=privacy)
     data = joined(case.truth.train, canaries)
     result = protected_round(view.method, ClientState(before), data, view.before, ctx)
     extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
@@ -161,9 +149,7 @@ def _figures(
     view: View, canaries: ImageSet, included: Flags, true: Extractors, stated: tuple[float, float], streams: Streams
 ) -> Iterator[Figure]:
     epsilon, delta = stated
-    ceiling = None
-    if not view.shares_extractor:
-        ceiling = best_bound(label_likelihoods(view, true, canaries)[1], included, delta)
+    given = None if view.shares_extractor else label_likelihoods(view, true, canaries)[1]
     for source, extractors in _estimates(view, streams):
         blind, scores = label_likelihoods(view, extractors, canaries)
         bound, is_private = best_bound(scores, included, delta), math.isfinite(epsilon)
@@ -177,7 +163,7 @@ def _figures(
             Interval(bound, bound, bound),
             floor,
             len(included),
-            ceiling=ceiling,
+            ceiling=None if given is None else best_bound(given, included, delta),
             p=least_chance(scores, included, *(stated if is_private else (0.0, 0.0))),
         )
 
@@ -204,14 +190,10 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     trial.progress(3, 4)
     yield _control(case, canaries, included, streams)
     trial.progress(4, 4)
-    yield (
-        f"{count} canaries, {int(included.sum())} of them used in an extra local round with {len(case.truth.train)} images of the client."
-    )
-    mechanisms = case.truth.privacy.label if case.truth.privacy is not None else ""
-    yield f"The extra round starts from the same weights as the real one, with the mechanisms: {mechanisms or 'none'}. Its update is not encoded for the wire."
-    yield (
-        f"At δ = {stated[1]:g}, training with a smaller ε would give this many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
-    )
+    mechanisms = (case.truth.privacy.label if case.truth.privacy is not None else "") or "none"
+    yield f"{count} canaries, {len(chosen)} of them used in an extra local round with {len(case.truth.train)} images of the client."
+    yield f"It starts from the same weights as the real one, with the mechanisms: {mechanisms}. Its update is not encoded for the wire."
+    yield f"At δ = {stated[1]:g}, training with a smaller ε would give so many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
 
 
 def _lacks(case: Case) -> str | None:

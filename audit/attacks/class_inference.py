@@ -23,7 +23,6 @@ from audit.measures import Control, Figure, Measure, Pictures, Values, png, ssim
 from audit.techniques.class_shares import last_layer
 from audit.techniques.image_decoder import ImageGenerator, descend
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.seeds import Streams
@@ -40,6 +39,7 @@ _GENERATOR_LR = 1e-3
 _DISCRIMINATOR_LR = 1e-5
 _LIKELY = 0.3  # weight of the coefficients' mean square: likely images
 _BETAS = (0.5, 0.999)
+_WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
 def widened(classifier: nn.Module, classes: int) -> nn.Module:
@@ -96,16 +96,6 @@ class ClassGan:
         return drawn.clamp(0, 1)
 
 
-def generated_images(
-    model: WholeModel, view: View, target: int, steps: int, streams: Streams, tick: Tick
-) -> torch.Tensor:
-    """Generate [DRAWN, C, H, W] images in [0, 1] with a new `ClassGan` from the view's auxiliary images; `model` is changed in place."""
-    assert view.auxiliary is not None
-    gan = ClassGan(view.auxiliary, target, streams)
-    gan.train(model, steps, tick)
-    return gan.images(streams.generator("images"))
-
-
 def trained_judges(
     view: View, images: ImageSet, count: int, epochs: int, streams: Streams, tick: Tick
 ) -> list[WholeModel]:
@@ -120,12 +110,10 @@ def trained_judges(
         tick: called after each network.
     """
     judges = []
-    for number in range(count):
-        own = streams.at("judge", number)
-        wanted = (Part.EXTRACTOR, Part.CLASSIFIER)
-        start = {part: weights_of(build_part(view.spec, part, own.generator(part.value))) for part in wanted}
+    for own in (streams.at("judge", number) for number in range(count)):
+        start = {part: weights_of(build_part(view.spec, part, own.generator(part.value))) for part in _WHOLE}
         trained = networks.trained_alone(view, start, images, own, epochs)
-        judges.append(networks.whole_model(view.spec, trained[Part.EXTRACTOR], trained[Part.CLASSIFIER]))
+        judges.append(networks.whole_model(view.spec, *(trained[part] for part in _WHOLE)))
         tick()
     return judges
 
@@ -133,10 +121,8 @@ def trained_judges(
 @torch.no_grad()
 def recognised(judges: Sequence[WholeModel], images: torch.Tensor, target: int) -> Values:
     """Return the judges' mean probability of the class for each image [N, C, H, W] in [0, 1]: [N]."""
-    found: Values = (
-        torch.stack([judge.logits(images).softmax(1)[:, target] for judge in judges]).mean(0).double().numpy()
-    )
-    return found
+    likely = torch.stack([judge.logits(images).softmax(1)[:, target] for judge in judges])
+    return np.asarray(likely.mean(0).double())
 
 
 _SHOWN = 8
@@ -197,27 +183,6 @@ def without_class(view: View, target: int, most: int, stream: torch.Generator) -
     return replace(view, auxiliary=view.auxiliary.rows(known)), kept
 
 
-class _Gans(Value):
-    """The attack without the model: `view` holds the attacker's images, `tick` is called after each step."""
-
-    view: View
-    target: int
-    plan: _Plan
-    tick: Tick
-
-    def guess(self, view: View, source: Extractor, streams: Streams) -> torch.Tensor:
-        """Generate the images of one GAN from the sent classifier and an extractor from `source`: [images, C, H, W] in [0, 1]."""
-        classifier = view.update[Part.CLASSIFIER]
-        extractor = networks.estimated_extractor(view, source, classifier, streams, self.plan.surrogate_epochs)
-        return self.images({Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}, streams)
-
-    def images(self, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
-        """Generate the images of one GAN against a whole model."""
-        model = networks.whole_model(self.view.spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
-        drawn = generated_images(model, self.view, self.target, self.plan.steps, streams, self.tick)
-        return drawn[: -(-DRAWN // self.plan.restarts)]
-
-
 def chance_of_gain(values: Values, floors: Values, worth: float) -> float:
     """Return the exact probability that GANs drawn at random from both groups [N] and [M] gain as much over the others, if the true gain is `worth` or less."""
     pooled = np.concatenate([values - worth, floors])
@@ -234,11 +199,11 @@ def with_noise(view: View, stream: torch.Generator) -> View:
     """
     parts = {**view.start(), **view.before.parts}
     for part in sorted(view.update.keys() & parts.keys()):  # the order of a set differs between processes
-        changes = {name: (view.update[part][name] - value).float() for name, value in parts[part].items()}
-        parts[part] = {
-            name: value + (change.square().mean().sqrt() * torch.randn(change.shape, generator=stream)).to(value.dtype)
-            for (name, value), change in zip(parts[part].items(), changes.values(), strict=True)
-        }
+        noised = {}
+        for name, value in parts[part].items():
+            size = (view.update[part][name] - value).float().square().mean().sqrt()
+            noised[name] = value + (size * torch.randn(value.shape, generator=stream)).to(value.dtype)
+        parts[part] = noised
     return replace(view, update=parts)
 
 
@@ -296,30 +261,40 @@ def _of_class(images: ImageSet, target: int, stream: torch.Generator) -> torch.T
     return mine[torch.randperm(len(mine), generator=stream)[:DRAWN]]
 
 
-def _drawn(trial: Trial, gans: _Gans, sources: Sequence[Extractor]) -> dict[str, list[torch.Tensor]]:
+def _drawn(
+    trial: Trial, view: View, target: int, plan: _Plan, sources: Sequence[Extractor], tick: Tick
+) -> dict[str, list[torch.Tensor]]:
     """Generate images with each GAN from the update and, as floors, from the aggregate before the round; also for controls."""
-    view, streams, truth, drawn = gans.view, trial.streams, trial.truth, dict[str, list[torch.Tensor]]()
+    streams, truth, drawn, known = trial.streams, trial.truth, dict[str, list[torch.Tensor]](), view.auxiliary
+    assert known is not None
+
+    def images(model: WholeModel, own: Streams) -> torch.Tensor:
+        gan = ClassGan(known, target, own)
+        gan.train(model, plan.steps, tick)
+        return gan.images(own.generator("images"))[: -(-DRAWN // plan.restarts)]
+
     for source in sources:
         given = view.with_private((truth.after or {}) if source is Extractor.TRUE else {})
-        noised = [with_noise(given, streams.generator("noise", number)) for number in range(gans.plan.restarts)]
+        noised = [with_noise(given, streams.generator("noise", number)) for number in range(plan.restarts)]
         for name, views in ((source.value, [given] * len(noised)), (_earlier(source), noised)):
-            drawn[name] = [gans.guess(one, source, streams.at(name, number)) for number, one in enumerate(views)]
-    trained = networks.trained_alone(view, view.start(), truth.train, streams, gans.plan.control_epochs)
+            runs = [(one, streams.at(name, number)) for number, one in enumerate(views)]
+            surrogates = (networks.assembled(one, source, own, plan.surrogate_epochs) for one, own in runs)
+            drawn[name] = [images(model, own) for model, (_, own) in zip(surrogates, runs, strict=True)]
+    trained = networks.trained_alone(view, view.start(), truth.train, streams, plan.control_epochs)
     for name, parts in ((_CONTROL, trained), (_UNTRAINED, view.start())):
-        drawn[name] = [gans.images(parts, streams.at(name, number)) for number in range(_CONTROL_GANS)]
+        models = [networks.whole_model(view.spec, *(parts[part] for part in _WHOLE)) for _ in range(_CONTROL_GANS)]
+        drawn[name] = [images(model, streams.at(name, number)) for number, model in enumerate(models)]
     return drawn
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
     plan, streams, target, train = _PLANS[trial.effort], trial.streams, target_class(trial.truth), trial.truth.train
     view, kept = without_class(trial.view, target, plan.known, streams.generator("known"))
-    if trial.effort is Effort.QUICK:
-        sources = view.extractors(Extractor.SURROGATE)
-    else:
-        given = () if trial.truth.after is None else (Extractor.TRUE,)
-        sources = view.extractors(Extractor.SURROGATE, Extractor.START, *given)
+    given = () if trial.truth.after is None else (Extractor.TRUE,)
+    more = () if trial.effort is Effort.QUICK else (Extractor.START, *given)
+    sources = view.extractors(Extractor.SURROGATE, *more)
     tick = trial.steps(plan.judges + plan.steps * 2 * (plan.restarts * len(sources) + _CONTROL_GANS))
-    drawn = _drawn(trial, _Gans(view, target, plan, tick), sources)
+    drawn = _drawn(trial, view, target, plan, sources, tick)
     trivial = trivial_guesses(view, streams.generator("trivial"))
     drawn |= {name: list(some[torch.arange(DRAWN) % len(some)].chunk(plan.restarts)) for name, some in trivial.items()}
     unseen = _of_class(trial.truth.held_out, target, streams.generator("scored"))
@@ -341,9 +316,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
             yield f"{measure.name} of {_UNSEEN}: {scores[_UNSEEN].mean():.3f}"
         yield f"{measure.name}: a gain of {_WORTH[measure]} or less is no leak; the chance is that of a larger one"
     yield "the intervals cover repeated GANs"
-    shown = {
-        "the device's images": images,
-        **{name: torch.stack([one[0] for one in some]) for name, some in drawn.items()},
+    shown = {"the device's images": images} | {
+        name: torch.stack([one[0] for one in some]) for name, some in drawn.items()
     }
     rows = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in shown.items())
     yield Pictures(f"class {label}: the device's images, and generated images", rows)
@@ -352,9 +326,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
 def _lacks(case: Case) -> str | None:
     assert case.view.auxiliary is not None
     if (case.view.auxiliary.labels != target_class(case.truth)).sum() < 4:
-        return (
-            "the attacker needs images of other classes than the device's most frequent one: give more with --auxiliary"
-        )
+        return "the attacker needs images of other classes than the device's most frequent: give more with --auxiliary"
     spec = case.view.spec
     if last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
         return f"the classifier of {spec.network.split} has no final linear layer to which a class can be added"

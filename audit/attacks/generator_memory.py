@@ -13,11 +13,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 from scipy.stats import t as student
+from torch import nn
 
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.attacks.membership import auc, auc_gain, aucs, chance_of_gain, sides
 from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
+from audit.measures import Control, Figure, Interval, Likeness, Measure, Pictures, Values, unit_pixels
 from audit.techniques import gradients
 from audit.techniques.image_decoder import Decoder, trained_decoder
 from fedcg.learning.image_set import ImageSet
@@ -35,15 +37,15 @@ _MEMORISED, _REPEATED = 10, 0.05  # the control of memory_worst: images, and the
 _SURE, _COIN = 0.01, 0.5
 _NEAR = 1e-6
 _DECODED = "similarity of decoded samples to the nearest training image"
-_MEMORY = measures.Measure(
+_MEMORY = Measure(
     "memory_auc", "training images distinguished from others by their distance to the generator's samples"
 )
-_WORST = measures.Measure(
+_WORST = Measure(
     "memory_worst", "the training image nearest to a sample, in deviations of images that were not trained on"
 )
-_INVERTED: Sequence[tuple[measures.Likeness, measures.Measure]] = (
-    (measures.psnr, measures.Measure("inverter_psnr", _DECODED, "dB")),
-    (measures.ssim, measures.Measure("inverter_ssim", _DECODED)),
+_INVERTED: Sequence[tuple[Likeness, Measure]] = (
+    (measures.psnr, Measure("inverter_psnr", _DECODED, "dB")),
+    (measures.ssim, Measure("inverter_ssim", _DECODED)),
 )
 
 Samples = Callable[[int, int], torch.Tensor]
@@ -72,15 +74,13 @@ def planted(features: torch.Tensor, labels: torch.Tensor, streams: Streams) -> S
     return draw
 
 
-def likeness(measure: measures.Likeness, pictures: torch.Tensor, images: torch.Tensor) -> measures.Values:
+def likeness(measure: Likeness, pictures: torch.Tensor, images: torch.Tensor) -> Values:
     """Return a measure of every pair, [pictures, images]."""
     pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
     return pairs.reshape(len(pictures), len(images))
 
 
-def nearest_gain(
-    tables: Sequence[measures.Values], seed: int
-) -> tuple[measures.Interval, float, measures.Interval, float]:
+def nearest_gain(tables: Sequence[Values], seed: int) -> tuple[Interval, float, Interval, float]:
     """Compare each picture's nearest training image with its nearest held-out image.
 
     Pictures of a class share their nearest image, so they are not independent samples. The gain's interval and its
@@ -103,12 +103,12 @@ def nearest_gain(
     return (
         measures.bootstrap(nearest[:, 0], seed),
         float(held_out),
-        measures.Interval(gain, gain - spread.high, gain - spread.low),
+        Interval(gain, gain - spread.high, gain - spread.low),
         measures.chance_in(gain, by_chance),
     )
 
 
-def _swapped(table: measures.Values, seed: int) -> measures.Values:
+def _swapped(table: Values, seed: int) -> Values:
     """Return the summed gain of the pictures of a class [pictures, 2, n] for each random assignment of "trained on"."""
     count, flags = table.shape[2], np.repeat([True, False], table.shape[2])
     found = []
@@ -119,7 +119,7 @@ def _swapped(table: measures.Values, seed: int) -> measures.Values:
     return np.concatenate(found)
 
 
-def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int) -> measures.Values:
+def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int) -> Values:
     """Return how much nearer a sample of its class is to each image [N, D] than to the class's images on average: the largest log ratio over samples, [N].
 
     A sample that repeats the features of one image is near to it alone; a sample near the centre of its class is near to all.
@@ -132,7 +132,7 @@ def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, cou
     return found.double().numpy()
 
 
-def worst_figure(setting: str, used: Collection[Knowledge], scores: measures.Values, count: int) -> measures.Figure:
+def worst_figure(setting: str, used: Collection[Knowledge], scores: Values, count: int) -> Figure:
     """Return the figure of the most exposed training image, in deviations of images that were not trained on.
 
     The probability is that of the largest of as many draws from the held-out images' distribution (Student's prediction
@@ -153,10 +153,10 @@ def worst_figure(setting: str, used: Collection[Knowledge], scores: measures.Val
     return _WORST.figure(
         setting,
         used,
-        measures.Interval(value, value, value),
+        Interval(value, value, value),
         ("the nearest of as many images that were not trained on, predicted from those held out", middle),
         count,
-        gain=measures.Interval(value - middle, value - low, value - high),
+        gain=Interval(value - middle, value - low, value - high),
         p=float(-np.expm1(count * np.log1p(-by_chance.sf(value)))),
     )
 
@@ -170,15 +170,12 @@ class _Plan(Value):
     images: int
     surrogate_epochs: int
 
-    @staticmethod
-    def of(effort: Effort) -> _Plan:
-        return _Plan(
-            effort.of(300, 2000, 10_000),
-            effort.of(200, 1500, 5000),
-            effort.of(4, 10, 40),
-            effort.of(20, 50, 200),
-            effort.of(5, 20, 40),
-        )
+
+_PLANS = {
+    Effort.QUICK: _Plan(300, 200, 4, 20, 5),
+    Effort.DEFAULT: _Plan(2000, 1500, 10, 50, 20),
+    Effort.THOROUGH: _Plan(10_000, 5000, 40, 200, 40),
+}
 
 
 class _Setting(Value):
@@ -211,7 +208,7 @@ class _Setting(Value):
         """The setting, as words for a report."""
         return f"extractor: {self.source.value}"
 
-    def exposure(self, features: torch.Tensor, labels: torch.Tensor, samples: Samples) -> measures.Values:
+    def exposure(self, features: torch.Tensor, labels: torch.Tensor, samples: Samples) -> Values:
         """Return `exposure` of features; standardised by map, as surrogates share the positions of a map and not its levels."""
 
         def draw(label: int, count: int) -> torch.Tensor:
@@ -219,17 +216,13 @@ class _Setting(Value):
 
         return exposure(gradients.standardised(features, self.spec), labels, draw, self.plan.samples)
 
-    def memory(self, samples: Samples, before: Samples | None) -> measures.Figure:
+    def memory(self, samples: Samples, before: Samples | None) -> Figure:
         """Return the figure of all images: how well exposure separates training images from others."""
         labels, members = self.images.labels, np.arange(len(self.images)) < len(self.images) // 2
         score = self.exposure(self.features, labels, samples)
         blind = np.zeros(len(score)) if before is None else self.exposure(self.features, labels, before)
-        earlier = auc(*sides(blind, members))
-        floor = (
-            ("the same distances to the generator before the round", earlier)
-            if earlier > _COIN
-            else ("a coin toss", _COIN)
-        )
+        before_is = "the same distances to the generator before the round"
+        floor = max(("a coin toss", _COIN), (before_is, auc(*sides(blind, members))), key=lambda one: one[1])
         return _MEMORY.figure(
             self.words,
             {Knowledge.UPDATE, Knowledge.CANDIDATES} | self.source.knowledge,
@@ -240,13 +233,13 @@ class _Setting(Value):
             p=chance_of_gain(aucs, _COIN, (score, blind), members, labels, self.seed),
         )
 
-    def worst(self, samples: Samples) -> measures.Figure:
+    def worst(self, samples: Samples) -> Figure:
         """Return the figure of the most exposed training image."""
         scores = self.exposure(self.every_feature, self.everyone.labels, samples)
         known = {Knowledge.LATER if one is Knowledge.PRIVATE else one for one in self.source.knowledge}
         return worst_figure(self.words, known | {Knowledge.UPDATE, Knowledge.CANDIDATES}, scores, self.trained)
 
-    def inverted(self, samples: Samples) -> Iterator[measures.Figure]:
+    def inverted(self, samples: Samples) -> Iterator[Figure]:
         """Yield the figures of decoded samples; none without a decoder."""
         for alike, measure in _INVERTED if self.decoder is not None else ():
             tables = [likeness(alike, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
@@ -268,10 +261,10 @@ class _Setting(Value):
 
     def pixels(self, label: int) -> torch.Tensor:
         """Return a class's training images, then its held-out images."""
-        return measures.unit_pixels(self.images.images[self.images.labels == label])
+        return unit_pixels(self.images.images[self.images.labels == label])
 
 
-def _controls(attacked: _Setting, own: _Setting, mine: Samples, streams: Streams) -> Iterator[measures.Control]:
+def _controls(attacked: _Setting, own: _Setting, mine: Samples, streams: Streams) -> Iterator[Control]:
     """Run the attacks with the attacker's extractor on generators that memorised features of the device's own, if it is known."""
     count = len(own.images) // 2
     memory = planted(own.features[:count], own.images.labels[:count], streams)
@@ -283,18 +276,15 @@ def _controls(attacked: _Setting, own: _Setting, mine: Samples, streams: Streams
         repeated = max(1, int(_REPEATED * count)) if bool((labels == label).any()) else 0
         return torch.cat([few(label, repeated), mine(label, count)[repeated:]]) if repeated else mine(label, count)
 
-    of_all, of_few = (
-        "all training images",
-        f"{len(chosen)} training images, in {_REPEATED:.0%} of the samples of their class",
-    )
-    found = [(of_all, attacked.memory(memory, None)), (of_few, attacked.worst(draw))]
-    for what, one in [*found, *((of_all, figure) for figure in attacked.inverted(memory))]:
+    of_few = f"{len(chosen)} training images, in {_REPEATED:.0%} of the samples of their class"
+    for one in (attacked.memory(memory, None), attacked.worst(draw), *attacked.inverted(memory)):
+        what = of_few if one.name == _WORST.name else "all training images"
         title = f"{one.name}, {attacked.words}, on a planted generator that returns the features of {what}"
         passed = one.p is not None and one.p < _SURE
-        yield measures.Control(title, one.value.value, f"above {one.floor:.3g}, p below 1 %", passed, one.name)
+        yield Control(title, one.value.value, f"above {one.floor:.3g}, p below 1 %", passed, one.name)
 
 
-def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
+def _pictures(setting: _Setting, mine: Samples) -> Pictures:
     columns = []
     for label in setting.classes[:10]:
         decoded, images = setting.decoded(mine, label)[:1], setting.pixels(label)
@@ -302,32 +292,25 @@ def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
         columns.append((decoded[0], images[order[0]], images[len(images) // 2 + order[1]]))
     names = ("decoded sample", "nearest training image", "nearest other image")
     rows = tuple((name, tuple(measures.png(column[at]) for column in columns)) for at, name in enumerate(names))
-    return measures.Pictures(f"decoded samples of the generator ({setting.words})", rows)
+    return Pictures(f"decoded samples of the generator ({setting.words})", rows)
 
 
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
     """Yield the attacker's setting first, then the one with the true extractor."""
     view, truth = case.view, case.truth
-    images, everyone = (
-        joined(*truth.matched(streams.generator("matched"), plan.images)),
-        joined(truth.train, truth.held_out),
-    )
-    given = view.with_private(truth.after or {})
+    images = joined(*truth.matched(streams.generator("matched"), plan.images))
+    everyone = joined(truth.train, truth.held_out)
+    given, classifier, known = view.with_private(truth.after or {}), view.update[Part.CLASSIFIER], view.auxiliary
     for source in _sources(case):
-        weights = networks.estimated_extractor(
-            given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs
-        )
+        weights = networks.estimated_extractor(given, source, classifier, streams, plan.surrogate_epochs)
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        features, every_feature = (
-            extract_features(extractor, some.images, view.spec).flatten(1) for some in (images, everyone)
-        )
-        decoder = None
-        if view.auxiliary is not None:
-            known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
-            decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
-        yield _Setting(
-            source, view.spec, images, features, everyone, every_feature, len(truth.train), decoder, plan, streams.seed("draws")
-        )  # fmt: skip
+
+        def features(some: ImageSet, extractor: nn.Module = extractor) -> torch.Tensor:
+            return extract_features(extractor, some.images, view.spec).flatten(1)
+
+        decoder = None if known is None else trained_decoder(known, features(known), plan.decoder, streams, tick)
+        sets = images, features(images), everyone, features(everyone), len(truth.train)
+        yield _Setting(source, view.spec, *sets, decoder, plan, streams.seed("draws"))
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
@@ -337,23 +320,21 @@ def _sources(case: Case) -> tuple[Extractor, ...]:
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
     """Yield distances and decoded pictures for the attacker's extractor, and for the true one if given."""
-    case, plan, streams = trial.case, _Plan.of(trial.effort), trial.streams
+    case, plan, streams = trial.case, _PLANS[trial.effort], trial.streams
     tick = trial.steps(len(_sources(case)) * plan.decoder)
     mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
     yield "training images are compared with equally many other images of the same classes"
-    figures: list[measures.Figure] = []
+    figures: list[Figure] = []
     settings = list(_settings(case, plan, streams, tick))
     for setting in settings:
         figures += [setting.memory(mine, before), setting.worst(mine), *setting.inverted(mine)]
         if setting.decoder is not None:
             yield _pictures(setting, mine)
-    own = (
-        {one.name: one.value.value for one in figures if one.setting == settings[-1].words} if len(settings) > 1 else {}
-    )
+    own = {one.name: one.value.value for one in figures if one.setting == settings[-1].words}
     for one in figures:
-        yield replace(one, ceiling=own.get(one.name)) if one.setting != settings[-1].words else one
+        yield one if one.setting == settings[-1].words else replace(one, ceiling=own.get(one.name))
     yield from _controls(settings[0], settings[-1], mine, streams)
 
 

@@ -19,6 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
+from audit.measures import Control, Figure, Measure, Pictures, Reconstructions, trivial_images, unit_pixels
 from audit.techniques import gradients
 from audit.techniques.gradients import Search, Start, search
 from audit.techniques.image_decoder import PrincipalComponents
@@ -35,6 +36,7 @@ _OVERSAMPLED = 16
 _ROWS_AT_ONCE = 64
 
 Observation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+Parts = Mapping[Part, Weights]
 
 
 def pixel_rank(observation: Observation, pixels: torch.Tensor, stream: torch.Generator) -> int:
@@ -74,7 +76,7 @@ _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
 _GENERATED = 64
 _WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
-_RANK = measures.Measure("rank", "Pixels that a gradient can determine", "share")
+_RANK = Measure("rank", "Pixels that a gradient can determine", "share")
 
 
 class Match(str, Enum):
@@ -127,6 +129,15 @@ class Setting(Value):
         known = {Knowledge.AUXILIARY} if self.how.start is Start.CLASS else set()
         return frozenset({seen, Knowledge.BEFORE} | generator | known) | self.extractor.knowledge
 
+    def searches(self, images: int) -> int:
+        """Return the number of searches with this number of images."""
+        return 1 if self.match.is_of_features or not self.rows else self.used(images) // self.rows
+
+    def used(self, images: int) -> int:
+        """Return how many images are attacked: all alone, or two batches."""
+        wanted = images if self.rows == 1 else min(images, 2 * self.rows)
+        return wanted // self.rows * self.rows
+
     @property
     def is_ceiling(self) -> bool:
         """Whether this is the attacker's best case: one image, no noise, the device's own extractor, and a prior."""
@@ -137,7 +148,7 @@ class Result(Value):
     """The result of one setting; `diverged` is the share of its searches that diverged."""
 
     setting: Setting
-    images: measures.Reconstructions
+    images: Reconstructions
     diverged: float
 
 
@@ -235,32 +246,29 @@ def _form(view: View) -> tuple[int, int, int]:
 
 
 def _of_batches(
-    attacker: _Attacker, true: Mapping[Part, Weights], setting: Setting, images: ImageSet, streams: Streams, tick: Tick
+    attacker: _Attacker, true: Parts, setting: Setting, images: ImageSet, streams: Streams, tick: Tick
 ) -> Result:
     """Attack single images or batches; each batch's guesses are put into the order that fits the truth best."""
-    view, pixels, guesses, diverged = attacker.view, measures.unit_pixels(images.images), [], []
+    view, pixels, guesses, diverged = attacker.view, unit_pixels(images.images), [], []
     seen, stream = _gradients_of(view, true, images, setting.rows), streams.generator("gradient noise")
     if setting.deviation:
         seen = [gradients.with_noise(one, setting.deviation, stream) for one in seen]
     together = len(seen) if setting.match.is_of_features else 1
     for first in range(0, len(seen), together):
         some = seen[first : first + together]
-        found = attacker.guess(some, setting, streams.generator("search", first))
+        guess = attacker.guess(some, setting, streams.generator("search", first))
         truth = pixels[first * setting.rows : (first + len(some)) * setting.rows]
-        guesses.append(found.pixels if setting.rows == 1 else in_best_order(found.pixels, truth))
-        diverged.append(found.diverged)
+        guesses.append(guess.pixels if setting.rows == 1 else in_best_order(guess.pixels, truth))
+        diverged.append(guess.diverged)
         tick()
-    floors = {
-        name: (guess, pixels) for name, guess in measures.trivial_images(view, images, streams.generator("floor"))
-    }
-    return Result(setting, measures.Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
+    trivial = trivial_images(view, images, streams.generator("floor"))
+    floors = {name: (guess, pixels) for name, guess in trivial}
+    return Result(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
 
 
-def _gradients_of(
-    view: View, true: Mapping[Part, Weights], images: ImageSet, rows: int = 1
-) -> list[gradients.BatchGradient]:
+def _gradients_of(view: View, true: Parts, images: ImageSet, rows: int = 1) -> list[gradients.BatchGradient]:
     """Return the gradients of images, in batches of `rows`, as the device would send them."""
-    batches = zip(measures.unit_pixels(images.images).split(rows), images.labels.split(rows), strict=True)
+    batches = zip(unit_pixels(images.images).split(rows), images.labels.split(rows), strict=True)
     return [gradients.batch_gradient(view.spec, true, *batch, _sent_parts(view)) for batch in batches]
 
 
@@ -280,21 +288,19 @@ def _of_round(case: Case, attacker: _Attacker, setting: Setting, streams: Stream
     found = attacker.guess([round_difference(view, _sent_parts(view))], setting, streams.generator("search"))
     tick()
     classes = train.labels.unique()
-    pools = [measures.unit_pixels(train.images[train.labels == label]) for label in classes]
+    pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
 
     def beside_nearest(guesses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return guesses, torch.stack(
-            [pool[measures.nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)]
-        )
+        pairs = zip(guesses, pools, strict=True)
+        return guesses, torch.stack([pool[measures.nearest_row(one, pool)] for one, pool in pairs])
 
     first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
-    floors = {
-        name: beside_nearest(guess) for name, guess in measures.trivial_images(view, first, streams.generator("floor"))
-    }
-    return Result(setting, measures.Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
+    trivial = trivial_images(view, first, streams.generator("floor"))
+    floors = {name: beside_nearest(guess) for name, guess in trivial}
+    return Result(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 
-def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
+def _controls(results: Sequence[Result]) -> Iterator[Control]:
     """Yield the ceilings as controls: the audited network at its audited weights, the device's own extractor, a prior."""
     for what, of_features in (("gradients", False), ("features", True)):
         some = [one for one in results if one.setting.is_ceiling and one.setting.match.is_of_features == of_features]
@@ -302,7 +308,7 @@ def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
             continue
         images = max((one.images for one in some), key=lambda images: images.mean("psnr"))
         value, floor = images.mean("psnr"), float(images.best_floor("psnr")[1].mean())
-        yield measures.Control(
+        yield Control(
             f"PSNR in dB from {what}, the audited network with the device's own extractor ({len(images.truth)} images)",
             value,
             f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
@@ -310,7 +316,7 @@ def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
         )
 
 
-def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> measures.Figure:
+def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> Figure:
     """Return the share of the pixels that one image's gradient determines, at the device's true model."""
     view, true = case.view, case.model()
     assert true is not None
@@ -320,13 +326,11 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
         label = images.labels[row : row + 1]
 
         def seen(pixels: torch.Tensor, label: torch.Tensor = label) -> tuple[torch.Tensor, ...]:
-            return (
-                gradients.gradient(model, pixels, label, _WHOLE, create_graph=True)
-                if whole
-                else (model.features(pixels),)
-            )
+            if not whole:
+                return (model.features(pixels),)
+            return gradients.gradient(model, pixels, label, _WHOLE, create_graph=True)
 
-        pixels = measures.unit_pixels(images.images[row : row + 1])
+        pixels = unit_pixels(images.images[row : row + 1])
         shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
         tick()
     value = measures.bootstrap(np.array(shares), streams.seed("bootstrap"))
@@ -355,12 +359,12 @@ def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick
             attackers[place] = _Attacker(view, models, space)
             tick()
         if setting.rows:
-            yield _of_batches(attackers[place], true, setting, _rows_for(setting, images), run, tick)
+            yield _of_batches(attackers[place], true, setting, images.rows(range(setting.used(len(images)))), run, tick)
         else:
             yield _of_round(case, attackers[place], setting, run, tick)
 
 
-def _revealed(view: View, true: Mapping[Part, Weights], images: ImageSet) -> ImageSet | None:
+def _revealed(view: View, true: Parts, images: ImageSet) -> ImageSet | None:
     """Return the features and labels that the gradients of single images reveal; None if the first linear layer is not next to the extractor."""
     seen, shape = _gradients_of(view, true, images), feature_shape(view.spec)
     model = networks.whole_model(view.spec, *(true[part] for part in _WHOLE))
@@ -371,13 +375,7 @@ def _revealed(view: View, true: Mapping[Part, Weights], images: ImageSet) -> Ima
     return ImageSet(features.unflatten(1, shape), labels, view.spec.classes)
 
 
-def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
-    """Return all images for single-image settings, or two batches."""
-    wanted = len(images) if setting.rows == 1 else min(len(images), 2 * setting.rows)
-    return images.rows(range(wanted // setting.rows * setting.rows))
-
-
-def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.Figure]:
+def _figures(results: Sequence[Result], streams: Streams) -> Iterator[Figure]:
     """Yield PSNR and SSIM of every setting; the ceiling is the best result for one image without noise, with the device's own extractor and a prior."""
     for name in measures.MEASURES:
         ceiling = max((one.images.mean(name) for one in results if one.setting.is_ceiling), default=None)
@@ -387,7 +385,7 @@ def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.F
             yield images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
 
 
-def _pictures(results: Sequence[Result]) -> Iterator[measures.Pictures]:
+def _pictures(results: Sequence[Result]) -> Iterator[Pictures]:
     """Yield originals above reconstructions: single images in one table, batches and the round in one each."""
     titles = {0: "From the round's weight difference", 1: "From one image's gradient"}
     for rows in sorted({one.setting.rows for one in results}):
@@ -398,7 +396,7 @@ def _pictures(results: Sequence[Result]) -> Iterator[measures.Pictures]:
             guesses, truth = one.images.guesses[:_SHOWN], one.images.truth[:_SHOWN]
             lines.append((one.setting.words, tuple(map(measures.png, guesses))))
             captions.append(tuple(f"{value:.1f} dB" for value in measures.psnr(guesses, truth)))
-        yield measures.Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions))
+        yield Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions))
 
 
 def _notes(results: Sequence[Result]) -> Iterator[str]:
@@ -406,14 +404,12 @@ def _notes(results: Sequence[Result]) -> Iterator[str]:
     values = {name: float(measures.psnr(*pair).mean()) for name, pair in floors.items()}
     guesses = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     unlabelled, diverged = max(list(values.values())[:3]), np.mean([one.diverged for one in results])
-    yield f"Trivial guesses, PSNR in dB: {guesses}. The best one without labels: {unlabelled:.2f}."
-    yield "The nearest image is not a guess: choosing it takes the right image."
+    yield f"Trivial guesses, PSNR in dB: {guesses}. The best one without labels: {unlabelled:.2f}. The nearest image is not a guess: choosing it takes the right image."
     yield (
         "The papers' 6.23 dB for FedSplit is the clamped noise from which a search starts: nothing was reconstructed. "
         f"That noise scores {values['clamped noise']:.2f} dB here."
     )
     yield f"{diverged:.0%} of the searches diverged (the loss was not finite, or above its initial value)."
-    yield "The device starts from the public seed only if the federation has no cohort secret."
     yield f"Rank: singular values above {RANK_TOLERANCE:g} times the largest; not computed for more than {MAX_PIXELS} pixels."
 
 
@@ -424,11 +420,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     plan = [one for one in settings_of(case.view, effort) if one.rows <= len(images)]
     ranked = effort.of(0, 1, 2) if case.view.shares_extractor else effort.of(1, 2, 4)
     ranked *= int(np.prod(_form(case.view))) <= MAX_PIXELS
-    runs = [
-        1 if one.match.is_of_features else len(_rows_for(one, images)) // max(one.rows, 1) for one in plan if one.rows
-    ]
     prepared = len({(one.extractor, one.rows == 1) for one in plan})
-    tick = trial.steps(sum(runs) + sum(not one.rows for one in plan) + prepared + ranked)
+    tick = trial.steps(sum(one.searches(len(images)) for one in plan) + prepared + ranked)
     results = list(_results(trial, plan, images, tick))
     yield from _controls(results)
     yield from _figures(results, streams)

@@ -19,7 +19,7 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Knowledge, View, networks
-from audit.measures import Control, Curve, Figure, Interval, Measure, Values, bootstrap, unit_pixels
+from audit.measures import Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
 from fedcg.learning.image_set import ImageSet
@@ -37,11 +37,12 @@ _CONTROL_EPOCHS = 20
 _NULL = 20_000  # so that a probability can be below 1 % after the correction for 200 tests
 _PRIOR_CONCENTRATIONS = (0.1, 0.2, 0.5, 1.0, 3.0, 10.0, 100.0)  # per class
 _LEAST_BELIEF = 1e-3  # an attacker excludes no class without the update
-_TIE = 1e-9
 _FARTHEST = 2.0  # L1 distance of shares without a common class
 _WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
 _L1 = Measure("label_l1", "Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)")
 Counts = NDArray[np.int16]
+Means = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""For each draw of probes, the mean prediction [C] and the mean input [D] of the last layer."""
 _ACCURACY = Measure("label_accuracy", "Correct labels of one batch", "share")
 
 
@@ -71,10 +72,8 @@ def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torc
 
 
 @torch.no_grad()
-def probe_means(
-    spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return PPIDSG's estimates from random samples, for each draw: mean prediction [C], and mean input [D] of the last layer."""
+def probe_means(spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams) -> Means:
+    """Return PPIDSG's estimates from random samples."""
     network, kept, predicted = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval(), [], []
     last = network.get_submodule(str(last_layer(network, spec.class_count)))
     last.register_forward_pre_hook(lambda _, given: kept.append(given[0].mean(0)))
@@ -84,9 +83,7 @@ def probe_means(
     return list(zip(predicted, kept, strict=True))
 
 
-def guessed_batch(
-    spec: FederationSpec, seen: BatchGradient, means: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> Shares:
+def guessed_batch(spec: FederationSpec, seen: BatchGradient, means: Means) -> Shares:
     """Return class counts [C] of a batch, by the gradient they come from; the mode over several draws of probes."""
     network = build_part(spec, Part.CLASSIFIER)
     layer = last_layer(network, spec.class_count)
@@ -116,7 +113,7 @@ def trivial_guesses(view: View, streams: Streams) -> dict[str, torch.Tensor]:
 
 def _distance(guess: torch.Tensor, true: torch.Tensor | Values) -> float:
     """L1, between 0 and 2."""
-    return float(np.abs(guess.double().numpy() - np.asarray(true, dtype=np.float64)).sum())
+    return float(_distances([guess], np.asarray(true, dtype=np.float64)[None])[0])
 
 
 def _shares_of(images: ImageSet) -> torch.Tensor:
@@ -159,13 +156,9 @@ def chances(guesses: Shares, trivial: Shares, true: Values, examples: int, seed:
         truths = np.vstack([true, drawn_truths(centre, trivial, true, examples, seed)])
         floors = _distances(trivial.values(), truths)
         for name, guess in guesses.items():
-            found[name] = max(found[name], _share_of_larger(floors - _distances([guess], truths)))
+            gains = floors - _distances([guess], truths)
+            found[name] = max(found[name], chance_in(gains[0], gains[1:]))
     return found
-
-
-def _share_of_larger(gains: Values) -> float:
-    """Return the share of gains that are at least the first one, which counts (Phipson and Smyth 2010)."""
-    return float((gains >= gains[0] - _TIE).mean())
 
 
 def _batch_chance(guesses: Counts, trivial: Sequence[Counts], truths: Counts, seed: int) -> float:
@@ -183,7 +176,8 @@ def _batch_chance(guesses: Counts, trivial: Sequence[Counts], truths: Counts, se
     orders = np.random.default_rng(seed).permuted(np.tile(plain, (_NULL, 1)), axis=1)
     moved = truths[:, np.vstack([plain, orders])]
     floor = np.max([np.minimum(one, moved).sum((0, 2), dtype=np.float64) for one in trivial], axis=0)
-    return _share_of_larger(np.minimum(guesses[:, None], moved).sum((0, 2), dtype=np.float64) - floor)
+    gains = np.minimum(guesses[:, None], moved).sum((0, 2), dtype=np.float64) - floor
+    return chance_in(float(gains[0]), gains[1:])
 
 
 def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Figure]:
@@ -275,10 +269,8 @@ def two_class_control(
 
 def headline_control(case: Case, effort: Effort, tick: Tick) -> Control:
     """Run `two_class_control` for the setting that leads the report."""
-    streams = case.streams.at("labels", "two classes")
-    return two_class_control(
-        case, HEADLINE, lambda view: inferred(view, streams, *_shadow_work(effort), tick)[HEADLINE][0]
-    )
+    own, work = case.streams.at("labels", "two classes"), _shadow_work(effort)
+    return two_class_control(case, HEADLINE, lambda view: inferred(view, own, *work, tick)[HEADLINE][0])
 
 
 def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:

@@ -18,7 +18,7 @@ from sklearn.metrics import roc_curve
 from audit import measures
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined
-from audit.measures import Flags
+from audit.measures import Control, Curve, Figure, Flags, Interval, Measure, Pictures, Values
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
@@ -32,8 +32,8 @@ from fedcg.wire.parts import Part
 RATES = (0.05, 0.01, 0.001)
 FEWEST_PASSED = 5  # non-members above a threshold: with fewer, its rate is not known
 _AUC_OF_CHANCE = 0.5
-_AUC = measures.Measure("mia_auc", "Membership: area under the ROC curve")
-_RATE = measures.Measure("mia_tpr", "Membership: true positive rate at few false positives", "share")
+_AUC = Measure("mia_auc", "Membership: area under the ROC curve")
+_RATE = Measure("mia_tpr", "Membership: true positive rate at few false positives", "share")
 _RESAMPLES = 200
 
 
@@ -47,9 +47,9 @@ class MemberScores(Value):
 
     setting: str
     knowledge: frozenset[Knowledge]
-    score: measures.Values
-    blind: measures.Values
-    given: measures.Values | None
+    score: Values
+    blind: Values
+    given: Values | None
     floor_is: str
 
 
@@ -61,13 +61,14 @@ def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[Im
     return joined(inside.rows(kept), outside.rows(kept)).rows(order), (order < len(kept)).numpy()
 
 
-def membership_figures(
-    scores: MemberScores, members: Flags, labels: torch.Tensor, seed: int
-) -> Iterator[measures.Figure]:
+def membership_figures(scores: MemberScores, members: Flags, labels: torch.Tensor, seed: int) -> Iterator[Figure]:
     """Yield AUC, and the true positive rates for which there are enough images."""
     (inside, outside), blind = sides(scores.score, members), sides(scores.blind, members)
-
     given = None if scores.given is None else sides(scores.given, members)
+
+    def likely(of: Callable[[Values, Flags], Values], least: float) -> float:
+        return chance_of_gain(of, least, (scores.score, scores.blind), members, labels, seed)
+
     yield _AUC.figure(
         scores.setting,
         scores.knowledge,
@@ -76,7 +77,7 @@ def membership_figures(
         len(members),
         gain=auc_gain(scores.score, scores.blind, members, seed),
         ceiling=None if given is None else auc(*given),
-        p=chance_of_gain(aucs, _AUC_OF_CHANCE, (scores.score, scores.blind), members, labels, seed),
+        p=likely(aucs, _AUC_OF_CHANCE),
     )
     for rate in RATES:
         if rate * len(outside) >= FEWEST_PASSED:
@@ -87,21 +88,14 @@ def membership_figures(
                 (scores.floor_is, max(rate, true_positive_rate(*blind, rate).value)),
                 len(members),
                 ceiling=None if given is None else true_positive_rate(*given, rate).value,
-                p=chance_of_gain(
-                    functools.partial(true_positive_rates, rate=rate),
-                    rate,
-                    (scores.score, scores.blind),
-                    members,
-                    labels,
-                    seed,
-                ),
+                p=likely(functools.partial(true_positive_rates, rate=rate), rate),
             )
 
 
 def chance_of_gain(
-    of: Callable[[measures.Values, Flags], measures.Values],
+    of: Callable[[Values, Flags], Values],
     least: float,
-    scores: tuple[measures.Values, measures.Values],
+    scores: tuple[Values, Values],
     members: Flags,
     labels: torch.Tensor,
     seed: int,
@@ -116,18 +110,19 @@ def chance_of_gain(
         labels: [N]; as many members as others of each class.
         seed: for the assignments.
     """
-    score, blind = scores
-    return measures.chance(
-        lambda some: of(score, some) - np.maximum(least, of(blind, some)), labels.numpy(), members, seed
-    )
+
+    def gain(some: Flags) -> Values:
+        return of(scores[0], some) - np.maximum(least, of(scores[1], some))
+
+    return measures.chance(gain, labels.numpy(), members, seed)
 
 
-def sides(scores: measures.Values, members: Flags) -> tuple[measures.Values, measures.Values]:
+def sides(scores: Values, members: Flags) -> tuple[Values, Values]:
     """Split scores into those of members and those of the others."""
     return scores[members], scores[~members]
 
 
-def auc_gain(score: measures.Values, blind: measures.Values, members: Flags, seed: int) -> measures.Interval:
+def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interval:
     """Return AUC over the larger of 0.5 and the blind score's AUC, with a bootstrap that resamples images for both scores alike."""
     inside, outside = np.flatnonzero(members), np.flatnonzero(~members)
     drawn = np.random.default_rng(seed)
@@ -139,44 +134,42 @@ def auc_gain(score: measures.Values, blind: measures.Values, members: Flags, see
     return measures.percentile_interval(gain(inside, outside), found)
 
 
-def roc_curves(found: Sequence[MemberScores], members: Flags) -> measures.Curve:
+def roc_curves(found: Sequence[MemberScores], members: Flags) -> Curve:
     """Return a line for each attack, without the point at 0."""
     lines = {one.setting: tuple(point for point in roc(*sides(one.score, members)) if point[0] > 0) for one in found}
-    return measures.Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
+    return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
 
 
-def auc(members: measures.Values, others: measures.Values) -> float:
+def auc(members: Values, others: Values) -> float:
     """Return the area under the ROC curve of scores [N] and [M]; higher scores mean member."""
-    ranks = rankdata(np.concatenate([members, others]))[: len(members)].sum()
-    return float((ranks - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
+    scores = np.concatenate([members, others])
+    return float(aucs(scores, np.arange(len(scores))[None] < len(members))[0])
 
 
-def aucs(scores: measures.Values, members: Flags) -> measures.Values:
+def aucs(scores: Values, members: Flags) -> Values:
     """Return `auc` of scores [N] for each assignment of "member" [M, N], [M]."""
     inside = members.sum(1)
     ranks = members @ rankdata(scores)
-    found: measures.Values = (ranks - inside * (inside + 1) / 2) / (inside * (len(scores) - inside))
+    found: Values = (ranks - inside * (inside + 1) / 2) / (inside * (len(scores) - inside))
     return found
 
 
-def true_positive_rate(
-    members: measures.Values, others: measures.Values, false_positive_rate: float
-) -> measures.Interval:
+def true_positive_rate(members: Values, others: Values, false_positive_rate: float) -> Interval:
     """Return the share of members above the threshold that at most this share of the non-members passes, with Clopper-Pearson bounds."""
     allowed = int(false_positive_rate * len(others))
     threshold = np.sort(others)[::-1][allowed]
     return measures.proportion(int((members > threshold).sum()), len(members))
 
 
-def true_positive_rates(scores: measures.Values, members: Flags, rate: float) -> measures.Values:
+def true_positive_rates(scores: Values, members: Flags, rate: float) -> Values:
     """Return `true_positive_rate` of scores [N] for each assignment of "member" [M, N], [M]; ties count as above."""
     ranked = members[:, np.argsort(-scores, kind="stable")]
     passed = np.cumsum(~ranked, axis=1, dtype=np.int32)
-    found: measures.Values = (ranked & (passed <= int(rate * passed[0, -1]))).sum(1) / ranked.sum(1)
+    found: Values = (ranked & (passed <= int(rate * passed[0, -1]))).sum(1) / ranked.sum(1)
     return found
 
 
-def roc(members: measures.Values, others: measures.Values, points: int = 60) -> tuple[tuple[float, float], ...]:
+def roc(members: Values, others: Values, points: int = 60) -> tuple[tuple[float, float], ...]:
     """Return the ROC curve as a limited number of (false, true) positive rates."""
     is_member = np.repeat([1, 0], [len(members), len(others)])
     false_rate, true_rate, _ = roc_curve(is_member, np.concatenate([members, others]))
@@ -195,7 +188,7 @@ _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CAND
 
 def nearest_distance(
     features: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, sample_labels: torch.Tensor
-) -> measures.Values:
+) -> Values:
     """Return Euclidean distances of features [N, D] to the nearest sample [M, D] of the same class, [N]; of any class if that has none."""
     found = torch.empty(len(features))
     for label in labels.unique():
@@ -220,13 +213,13 @@ class GeneratorDistance(Value):
     samples: torch.Tensor
     labels: torch.Tensor
 
-    def __call__(self, target: Target, images: ImageSet, streams: Streams) -> measures.Values:
+    def __call__(self, target: Target, images: ImageSet, streams: Streams) -> Values:
         """Return the distance to the nearest auxiliary image's features minus that to the nearest sample."""
         near = nearest_distance(features_of(target.victim, images), images.labels, self.samples, self.labels)
-        found: measures.Values = -to_auxiliary(target, images, streams) - near
+        found: Values = -to_auxiliary(target, images, streams) - near
         return found
 
-    def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> measures.Values:
+    def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> Values:
         """Return the log likelihood ratio of two normals: the sum of RMIA's log ratio and this score, in the population's deviations."""
         total = np.zeros(len(images))
         for score in (shadow_models.log_ratio, self):
@@ -235,12 +228,11 @@ class GeneratorDistance(Value):
         return total
 
 
-def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> measures.Values:
+def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> Values:
     """Return the negative distance of the features to those of the nearest auxiliary image; needs no generator."""
     known = target.shadows[0].seen
-    return -nearest_distance(
-        features_of(target.victim, images), images.labels, features_of(target.victim, known), known.labels
-    )
+    mine, theirs = (features_of(target.victim, some) for some in (images, known))
+    return -nearest_distance(mine, images.labels, theirs, known.labels)
 
 
 def _attempts(
@@ -285,9 +277,8 @@ class _Prepared(Value):
             return None
         labels = torch.arange(spec.class_count).repeat_interleave(self.per_class)
         noise = torch.randn(len(labels), spec.network.noise_dim, generator=self.streams.generator("noise"))
-        return GeneratorDistance(
-            generate(load_part(spec, Part.GENERATOR, weights), noise, labels).flatten(1).detach(), labels
-        )
+        samples = generate(load_part(spec, Part.GENERATOR, weights), noise, labels)
+        return GeneratorDistance(samples.flatten(1).detach(), labels)
 
 
 def _epochs_of(view: View, rows: int, most: int) -> int:
@@ -317,7 +308,7 @@ def _scores(prepared: _Prepared, source: Extractor) -> Iterator[MemberScores]:
         )
 
 
-def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[measures.Control]:
+def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
     """Test on whole models that memorised a few images with random labels: only membership explains a hit."""
     streams = prepared.streams.at("control")
 
@@ -344,7 +335,7 @@ def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[measures.Control]
         yield _control(title, value)
 
 
-def _planted(prepared: _Prepared, members: Flags) -> Iterator[measures.Control]:
+def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
     """Test on a generator whose samples are the members' features."""
     if Part.GENERATOR not in prepared.view.update:
         return
@@ -358,11 +349,11 @@ def _planted(prepared: _Prepared, members: Flags) -> Iterator[measures.Control]:
     yield _control("GAN-Leaks on a generator whose samples are the members' features", auc(*sides(scores, members)))
 
 
-def _control(title: str, value: float) -> measures.Control:
-    return measures.Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
+def _control(title: str, value: float) -> Control:
+    return Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
 
 
-def most_exposed(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> measures.Pictures:
+def most_exposed(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> Pictures:
     """Return the members that the strongest attack recognises most surely, with the share of the others that score higher."""
     best = max(found, key=lambda one: auc(*sides(one.score, members)))
     inside = np.flatnonzero(members)
@@ -370,9 +361,8 @@ def most_exposed(found: Sequence[MemberScores], images: ImageSet, members: Flags
     passed = (best.score[~members][None] >= best.score[rows][:, None]).mean(1)
     shown = tuple(map(measures.png, measures.unit_pixels(images.images[rows])))
     title = f"the device's training images that are recognised most surely ({best.setting})"
-    return measures.Pictures(
-        title, (("share of other images that score as high", shown),), (tuple(f"{one:.1%}" for one in passed),)
-    )
+    captions = tuple(f"{one:.1%}" for one in passed)
+    return Pictures(title, (("share of other images that score as high", shown),), (captions,))
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:

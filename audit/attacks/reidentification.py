@@ -77,11 +77,8 @@ def rises(target: Target, pool: ImageSet, line_ups: Sequence[LineUp], streams: S
 
 def ranks(found: Sequence[torch.Tensor], line_ups: Sequence[LineUp]) -> Values:
     """Return the rank of the right candidate, [N]; 1 is best; candidates at the same distance count as nearer."""
-    places = []
-    for some, one in zip(found, line_ups, strict=True):
-        right = some[one.rows == one.right]
-        places.append(int((some <= right + _SURE * right.abs()).sum()))
-    return np.array(places, dtype=np.float64)
+    pairs = [(some, some[one.rows == one.right]) for some, one in zip(found, line_ups, strict=True)]
+    return np.array([float((some <= right + _SURE * right.abs()).sum()) for some, right in pairs])
 
 
 def _uniform_chance(places: Values, line_ups: Sequence[LineUp]) -> float:
@@ -147,32 +144,21 @@ def _pool(case: Case) -> ImageSet:
     return known if case.view.auxiliary is None else joined(known, case.view.auxiliary)
 
 
-def _of_device(case: Case) -> int:
-    """Return how many images of the pool are the device's own."""
-    return len(case.truth.train) + len(case.truth.held_out)
-
-
 def _figures(
-    what: str,
-    observed: Knowledge,
-    places: Mapping[Extractor, Values],
-    line_ups: Sequence[LineUp],
-    chances: Mapping[Extractor, float],
+    what: str, observed: Knowledge, found: Mapping[Extractor, tuple[Values, float]], line_ups: Sequence[LineUp]
 ) -> Iterator[Figure]:
-    """Yield a figure for every extractor; that of the device's own extractor is the ceiling."""
-    floor = float(np.mean([1 / len(one.rows) for one in line_ups]))
-    sizes = sorted(len(one.rows) for one in line_ups)
-    shares = {source: proportion(int((some == 1).sum()), len(some)) for source, some in places.items()}
-    ceiling = next((share.value for source, share in shares.items() if source.is_own), None)
-    for source, value in shares.items():
+    """Yield a figure for the ranks and their chance with every extractor; that of the device's own extractor is the ceiling."""
+    sizes = [len(one.rows) for one in line_ups]
+    ceiling = next((float((places == 1).mean()) for source, (places, _) in found.items() if source.is_own), None)
+    for source, (places, likely) in found.items():
         yield _REID.figure(
-            f"{what} among {sizes[0]} to {sizes[-1]} candidates of its class, extractor {source.value}",
+            f"{what} among {min(sizes)} to {max(sizes)} candidates of its class, extractor {source.value}",
             {observed, Knowledge.BEFORE, Knowledge.CANDIDATES, *source.knowledge},
-            value,
-            ("a random candidate of the class", floor),
+            proportion(int((places == 1).sum()), len(places)),
+            ("a random candidate of the class", float(np.mean([1 / size for size in sizes]))),
             len(line_ups),
             ceiling=None if source is Extractor.TRUE else ceiling,
-            p=chances[source],
+            p=likely,
         )
 
 
@@ -185,8 +171,7 @@ def _sources(case: Case) -> tuple[Extractor, ...]:
 
 def _before(case: Case, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
     """Return the attacker's model at the start of the round."""
-    is_true = source is Extractor.TRUE
-    view = case.view.with_private(case.truth.before or {}) if is_true else case.view
+    view = case.view.with_private((case.truth.before or {}) if source is Extractor.TRUE else {})
     return gradients.attacker_model(view, source, streams, epochs)
 
 
@@ -224,7 +209,7 @@ def _control_of_update(case: Case, pool: ImageSet, rows: Sequence[int], streams:
     line_ups = _line_ups(pool, rows, len(case.truth.train), streams)
     found = rises(target, pool, line_ups, streams)
     share = float((ranks(found, line_ups) == 1).mean())
-    likely = chance_of_update(found, line_ups, pool.labels, _of_device(case))
+    likely = chance_of_update(found, line_ups, pool.labels, len(case.truth.train) + len(case.truth.held_out))
     title = f"share ranked first, from the update of a whole model that memorised {len(rows)} images with random labels"
     return Control(title, share, "above chance (p below 1 %)", likely < _CONTROL_CHANCE)
 
@@ -239,29 +224,28 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     sources = _sources(case)
     tick = trial.steps(len(of_gradient) + len(sources) + 1)
     seen, pixels = list(_gradients(case, pool, of_gradient, tick)), unit_pixels(pool.images)
-    whole, single, chances = {}, {}, {}
+    whole, single, own = {}, {}, count + len(case.truth.held_out)
     for source in sources:
         before = _before(case, source, streams, effort.of(5, 20, 60))
         target = _round_of(case, source, before)
         if target is not None:
             found = rises(target, pool, of_update, streams)
-            whole[source] = ranks(found, of_update)
-            chances[source] = chance_of_update(found, of_update, pool.labels, _of_device(case))
+            whole[source] = ranks(found, of_update), chance_of_update(found, of_update, pool.labels, own)
         if seen:
             found = distances(case.view.spec, before, seen, pixels, [one.rows for one in of_gradient])
-            single[source] = ranks(found, of_gradient)
+            places = ranks(found, of_gradient)
+            single[source] = places, _uniform_chance(places, of_gradient)
         tick()
     yield _control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))
     tick()
-    yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update, chances)
+    yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update)
     yield "Candidates are the device's held-out images and the auxiliary images; for gradients also its training images."
     if single:
-        likely = {source: _uniform_chance(some, of_gradient) for source, some in single.items()}
-        yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient, likely)
-        best = float((single[sources[0]] == 1).mean())
+        yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)
+        best = float((single[sources[0]][0] == 1).mean())
         title = f"share ranked first, from a gradient with the right extractor ({len(of_gradient)} images)"
         yield Control(title, best, f"at least {_CONTROL_SHARE:.0%}", best >= _CONTROL_SHARE)
-        means = "; ".join(f"{source.value} {(1 / some).mean():.3f}" for source, some in single.items())
+        means = "; ".join(f"{source.value} {(1 / some).mean():.3f}" for source, (some, _) in single.items())
         yield f"Mean reciprocal rank from one image's gradient, by extractor: {means}."
     if missing:
         yield f"Gradients of single images were not tried: {missing}."

@@ -169,11 +169,8 @@ def inputs_and_features(spec: FederationSpec, data: Path, private: Sequence[Path
         for weights in extractors
         if weights and layout_of(weights) == tuple(spec.layouts[Part.EXTRACTOR])
     ]
-    return [
-        PrivateTensor(str(data), f"{kind} {number}", one.numpy().ravel())
-        for kind, some in kinds
-        for number, one in enumerate(some)
-    ]
+    named = [(f"{kind} {number}", one) for kind, some in kinds for number, one in enumerate(some)]
+    return [PrivateTensor(str(data), name, one.numpy().ravel()) for name, one in named]
 
 
 class _Generation(Value):

@@ -177,9 +177,8 @@ def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
         return found
 
     model, shadow = target.references[0], target.shadows[0]
-    judge = separator(
-        top(model, shadow.seen), top(model, shadow.unseen), _LEAKS_UNITS, _LEAKS_LR, streams.at("ml_leaks")
-    )
+    seen, unseen = top(model, shadow.seen), top(model, shadow.unseen)
+    judge = separator(seen, unseen, _LEAKS_UNITS, _LEAKS_LR, streams.at("ml_leaks"))
     return judge(top(target.victim, images))
 
 

@@ -105,10 +105,7 @@ def _unmixed(mixed: ImageSet, real: ImageSet, known: ImageSet, mu: float) -> Fig
     truth, seen = unit_pixels(real.images), unit_pixels(mixed.images)
     means = torch.stack([unit_pixels(known.images[known.labels == label]).mean(0) for label in real.labels])
     textures = torch.stack([seen[real.labels == label].mean(0) for label in real.labels])
-    for name, some in (
-        ("mixed", seen),
-        ("unmixed", (means + (seen - textures) / mu).clamp(0, 1)),
-        ("class mean", means),
-    ):
+    shown = {"mixed": seen, "unmixed": (means + (seen - textures) / mu).clamp(0, 1), "class mean": means}
+    for name, some in shown.items():
         yield f"gradient matching, {name}, PSNR", float(psnr(some, truth).mean())
         yield f"gradient matching, {name}, SSIM", float(ssim(some, truth).mean())

@@ -22,14 +22,20 @@ from fedcg.errors import BadInputError
 from fedcg.terminal import Result, prints
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
-
-
 privacy = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure attacks and the audit.")
 app.add_typer(privacy, name="privacy")
 
 
-@privacy.command("null")
-@privacy.command("plants")
+_AUDITS = """Measure what an audit and `compare` find, and false alarms.
+
+`plants`: leaks of several strengths in recorded updates. `null`: images that no client trained on are called
+"trained on"; at a level of 1 %, 2 red reports of 50 are within chance. Updates are those of federations like the demo.
+
+Example: fedcg bench privacy """
+
+
+@privacy.command("null", help=f"{_AUDITS}null --out null --count 3")
+@privacy.command("plants", help=f'{_AUDITS}plants --out plants --images 100 --plant "scaled rows" --count 3')
 @prints
 def audits_command(
     context: typer.Context,
@@ -46,18 +52,12 @@ def audits_command(
     federations: Annotated[int, typer.Option(min=1, help="Simulated; their clients' updates take turns.")] = 5,
     write: Annotated[bool, typer.Option("--write", help="Also write the rates to the audit's detection.toml.")] = False,
 ) -> Result:
-    """Measure what an audit and `compare` find, and false alarms.
-
-    `plants`: leaks of several strengths in recorded updates. `null`: images that no client trained on are called
-    "trained on"; at a level of 1 %, 2 red reports of 50 are within chance. Updates are those of federations like the demo.
-
-    Example: fedcg bench privacy plants --out plants --images 100 --plant "scaled rows" --count 3
-    """
+    """Run the audits of a kind, and return their rates."""
     from experiments.bench import privacy_audits
 
     kind = str(context.info_name)
     count = count or (50 if kind == "null" else 20)
-    setting = {"effort": effort, "images": images or [100, 300], "plants": plant or [], "count": count, "federations": federations}  # fmt: skip
+    setting = {"effort": effort, "images": images or [100, 300], "plant": plant or [], "count": count, "federations": federations}  # fmt: skip
     record = privacy_audits.run(kind, out, partial(typer.echo, err=True), setting, write=write)
     return record, "\n".join(privacy_audits.lines(record["rates"]))
 
@@ -80,8 +80,7 @@ def published_command(
     if name not in EXPERIMENTS:
         raise BadInputError(f"no published experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
     found = recorded(name, row or (), data_text(data), parse_seeds(seeds), out)
-    lines = (f"{fmean(values):8.4f}  {title}" for title, values in found.items())
-    return found, "\n".join(lines)
+    return found, "\n".join(f"{fmean(values):8.4f}  {title}" for title, values in found.items())
 
 
 @app.command("coordinator")
@@ -104,23 +103,15 @@ def coordinator_command(
     from experiments.bench.sessions import new_home
 
     setting = Setting(sessions, rounds, network)
-    record: dict[str, Any] = {
-        **bench_record("bench coordinator"),
-        "command": "fedcg bench coordinator "
-        + " ".join(f"--{name} {value}" for name, value in asdict(setting).items()),
-        "load": [round(value, 1) for value in os.getloadavg()],
-        "setting": asdict(setting),
-    }
+    record = bench_record("bench coordinator", asdict(setting), **asdict(setting))
+    record["load"] = [round(value, 1) for value in os.getloadavg()]
     with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as folder:
         home = new_home(Path(folder))
         run = asyncio.run(run_rounds(home, setting, partial(typer.echo, err=True)))
         with closing(Store.of(home)) as store:
             found = rounds_of(store, run)
-    record |= {
-        "updates": run.updates(),
-        "growth_mb_per_round": growth_mb(found),
-        "rounds": [asdict(each) for each in found],
-    }
+    told = [asdict(each) for each in found]
+    record |= {"updates": run.updates(), "growth_mb_per_round": growth_mb(found), "rounds": told}
     if out is not None:
         write_record(record, out / "coordinator.json")
     return record, "\n".join(_coordinator_lines(record))

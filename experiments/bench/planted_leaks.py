@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from audit.evidence import Case, networks
+from audit.techniques.image_decoder import descend
 from audit.techniques.shadow_models import mean_parts
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part, weights_of
@@ -21,9 +22,25 @@ _STEPS, _RATE, _BATCH = 3000, 3e-3, 64  # of a generator that memorises
 _ROWS = 3
 
 
-def _with(case: Case, part: Part, name: str, tensor: torch.Tensor) -> Case:
-    weights = {**case.view.update[part], name: tensor.contiguous()}
-    return replace(case, view=replace(case.view, update={**case.view.update, part: weights}))
+def _sending(case: Case, part: Part, weights: Weights) -> Case:
+    """Return the case with these tensors of a part in the update."""
+    update = {**case.view.update, part: {**case.view.update[part], **weights}}
+    return replace(case, view=replace(case.view, update=update))
+
+
+def as_sent(case: Case) -> Case:
+    """Return the case with the update as the codec i8-delta sends it."""
+    update = {
+        part: {name: coded(case, part, name) if one.ndim > 1 else one for name, one in weights.items()}
+        for part, weights in case.view.update.items()
+    }
+    return replace(case, view=replace(case.view, update=update))
+
+
+def _extractor(case: Case) -> Weights:
+    """Return the private extractor after the round."""
+    assert case.truth.after is not None
+    return case.truth.after[Part.EXTRACTOR]
 
 
 def _largest(weights: Weights) -> str:
@@ -42,8 +59,7 @@ def coded(case: Case, part: Part, name: str, extra: torch.Tensor | None = None) 
 
 def _private(case: Case, stream: torch.Generator) -> torch.Tensor:
     """Return rows of the extractor's largest tensor, in random order."""
-    assert case.truth.after is not None
-    weights = case.truth.after[Part.EXTRACTOR]
+    weights = _extractor(case)
     rows = weights[_largest(weights)].flatten(1)
     return rows[torch.randperm(len(rows), generator=stream)[:_ROWS]]
 
@@ -58,7 +74,7 @@ def _written(
     flat = (flat - flat.mean()) / flat.std() + noise * torch.randn(len(flat), generator=stream)
     at = int(torch.randint(host.numel() - len(flat), (), generator=stream))
     host.view(-1)[at : at + len(flat)] = flat * weight.std() + weight.mean()
-    return _with(case, Part.GENERATOR, name, host.T if columns else host)
+    return _sending(case, Part.GENERATOR, {name: (host.T if columns else host).contiguous()})
 
 
 def scaled_rows(case: Case, noise: float, stream: torch.Generator) -> Case:
@@ -85,7 +101,7 @@ def low_bits(case: Case, share: float, stream: torch.Generator) -> Case:
     secret = np.resize(np.unpackbits(_private(case, stream).numpy().view(np.uint8)), shape)
     chosen = torch.rand(shape, generator=stream) < share
     bits = torch.where(chosen, torch.from_numpy(secret).float(), torch.tensor(-1.0))
-    return _with(case, Part.GENERATOR, name, coded(case, Part.GENERATOR, name, bits))
+    return _sending(case, Part.GENERATOR, {name: coded(case, Part.GENERATOR, name, bits)})
 
 
 def class_counts(case: Case, strength: float, stream: torch.Generator) -> Case:
@@ -93,15 +109,14 @@ def class_counts(case: Case, strength: float, stream: torch.Generator) -> Case:
     shares = torch.tensor(case.truth.train.label_counts()) / len(case.truth.train)
     biases = case.view.update[Part.CLASSIFIER].items()
     name, bias = next((name, one) for name, one in biases if one.shape == shares.shape)
-    return _with(case, Part.CLASSIFIER, name, bias + strength * (shares - shares.mean()))
+    return _sending(case, Part.CLASSIFIER, {name: bias + strength * (shares - shares.mean())})
 
 
 def memorised_features(case: Case, error: float, stream: torch.Generator) -> Case:
     """A generator whose samples are the features of one training image of each class, up to an error in their deviations."""
-    assert case.truth.after is not None
     spec, train = case.view.spec, case.truth.train.rows(torch.randperm(len(case.truth.train), generator=stream))
     chosen = train.rows([train.labels.tolist().index(label) for label in train.labels.unique()])
-    extractor = load_part(spec, Part.EXTRACTOR, case.truth.after[Part.EXTRACTOR])
+    extractor = load_part(spec, Part.EXTRACTOR, _extractor(case))
     features = extract_features(extractor, chosen.images, spec).flatten(1)
     network = load_part(spec, Part.GENERATOR, case.view.update[Part.GENERATOR]).eval()
     optimiser = torch.optim.Adam([one.requires_grad_() for one in network.parameters()], _RATE)
@@ -111,10 +126,8 @@ def memorised_features(case: Case, error: float, stream: torch.Generator) -> Cas
         loss = (network(noise, chosen.labels[rows]).flatten(1) - features[rows]).square().mean()
         if float(loss.detach()) <= (error * float(features.std())) ** 2:
             break
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return replace(case, view=replace(case.view, update={**case.view.update, Part.GENERATOR: weights_of(network)}))
+        descend(optimiser, loss)
+    return _sending(case, Part.GENERATOR, weights_of(network))
 
 
 def overfit(case: Case, epochs: float, stream: torch.Generator) -> Case:
@@ -125,15 +138,14 @@ def overfit(case: Case, epochs: float, stream: torch.Generator) -> Case:
     start = {**case.view.before.parts, **case.truth.after, **case.view.update}
     parts = networks.trained_alone(case.view, start, case.truth.train, case.streams.at("overfit"), int(epochs))
     private = {**case.truth.after, Part.EXTRACTOR: parts[Part.EXTRACTOR]}
-    update = {**case.view.update, Part.CLASSIFIER: parts[Part.CLASSIFIER]}
-    return replace(case, view=replace(case.view, update=update), truth=replace(case.truth, after=private))
+    case = replace(case, truth=replace(case.truth, after=private))
+    return _sending(case, Part.CLASSIFIER, parts[Part.CLASSIFIER])
 
 
 def faded(case: Case, share: float, stream: torch.Generator) -> Case:
     """A classifier between the mean of the other clients' and the client's own, which reveals its class shares."""
     mean, own = mean_parts(list(case.view.others.values()))[Part.CLASSIFIER], case.view.update[Part.CLASSIFIER]
-    mixed = {name: torch.lerp(mean[name], one, share) for name, one in own.items()}
-    return replace(case, view=replace(case.view, update={**case.view.update, Part.CLASSIFIER: mixed}))
+    return _sending(case, Part.CLASSIFIER, {name: torch.lerp(mean[name], one, share) for name, one in own.items()})
 
 
 class Plant(Value):

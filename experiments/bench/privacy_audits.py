@@ -30,7 +30,7 @@ from audit.measures import Outcome, proportion
 from audit.recording.leakage import PrivateTensor, WireTensor, compare, private_tensors
 from audit.report import Result, findings_of, judge
 from audit.run import AuditOptions, case_of
-from experiments.bench.planted_leaks import PLANTS, coded
+from experiments.bench.planted_leaks import PLANTS, as_sent
 from experiments.errors import OptionError, RunError
 from experiments.record import bench_record, write_record
 from experiments.simulation.recorded_updates import truth_file
@@ -49,13 +49,13 @@ _DEMO = shlex.split(
     "--aggregate-codec f16 --no-shadow --no-plot --no-tensorboard"
 )
 Row = Mapping[str, Any]
+Updates = Mapping[int | None, Sequence[AuditOptions]]
+"""The audits' options for clients' updates, by number of images."""
 Job = tuple[dict[str, Any], int, Callable[[], dict[str, Any]]]
 """What a row is grouped by, its seed, and what returns its content: searches `tried` and `red`, and `figures`."""
-Update = AuditOptions
-"""The options of the audit of one client's update."""
 
 
-def recordings(out: Path, federations: int, images: int | None = None) -> list[Update]:
+def recordings(out: Path, federations: int, images: int | None = None) -> list[AuditOptions]:
     """Simulate federations like the demo with seeds 0, 1, ..., unless they are in the folder; return all clients' updates.
 
     Raises:
@@ -74,7 +74,7 @@ def recordings(out: Path, federations: int, images: int | None = None) -> list[U
     ]
 
 
-def _case(update: Update, seed: int) -> Case:
+def _case(update: AuditOptions, seed: int) -> Case:
     return case_of(replace(update, seed=seed), read_updates(update.updates))
 
 
@@ -89,26 +89,19 @@ def red(outcomes: Mapping[str, Outcome]) -> list[str]:
     return [one.attack.name for one in findings if one.result is Result.LEAKED]
 
 
-def plant_jobs(
-    updates: Mapping[int | None, Sequence[Update]], kinds: Sequence[str], count: int, effort: Effort
-) -> Iterator[Job]:
+def plant_jobs(updates: Updates, kinds: Sequence[str], count: int, effort: Effort) -> Iterator[Job]:
     """Yield `count` jobs for each number of images, kind of plant and strength; seeds 1000, 1001, ... take turns in the updates."""
     whole = functools.cache(lambda update: _outcomes(_case(update, 0), effort))
 
     @functools.cache
-    def secrets(update: Update) -> list[PrivateTensor]:
+    def secrets(update: AuditOptions) -> list[PrivateTensor]:
         files = [update.private] if update.private else []
         return private_tensors(files) + inputs_and_features(read_updates(update.updates).spec, update.data, files)
 
-    def row(update: Update, kind: str, strength: float, seed: int) -> dict[str, Any]:
+    def row(update: AuditOptions, kind: str, strength: float, seed: int) -> dict[str, Any]:
         plant, case = PLANTS[kind], _case(update, seed)
-        case = plant.put(case, strength, case.streams.at("plant", kind).generator("draws"))
-        update_ = {
-            part: {name: coded(case, part, name) if one.ndim > 1 else one for name, one in weights.items()}
-            for part, weights in case.view.update.items()
-        }
-        case = replace(case, view=replace(case.view, update=update_))
-        sent = [WireTensor("", name, one.numpy()) for weights in update_.values() for name, one in weights.items()]
+        case = as_sent(plant.put(case, strength, case.streams.at("plant", kind).generator("draws")))
+        sent = [WireTensor("", name, one.numpy()) for some in case.view.update.values() for name, one in some.items()]
         outcomes = _outcomes(case, effort, plant.attacks) if plant.attacks else {}
         leaks = red({**whole(update), **outcomes}) if outcomes else []
         possible = [one for some in outcomes.values() for one in some.figures if one.is_possible and one.is_of_update]
@@ -140,13 +133,11 @@ def swapped(case: Case, pool: ImageSet) -> Case:
     return replace(case, truth=replace(case.truth, train=pool.rows(inside), held_out=pool.rows(outside)))
 
 
-def null_jobs(
-    sizes: Mapping[int | None, Sequence[Update]], _: Sequence[str], count: int, effort: Effort
-) -> Iterator[Job]:
+def null_jobs(sizes: Updates, _: Sequence[str], count: int, effort: Effort) -> Iterator[Job]:
     """Yield `count` null audits; seeds 2000, 2001, ... take turns in the updates."""
     (updates,) = sizes.values()
 
-    def row(update: Update, seed: int) -> dict[str, Any]:
+    def row(update: AuditOptions, seed: int) -> dict[str, Any]:
         cohort = [_case(one, seed).truth.held_out for one in updates if one.updates == update.updates]
         outcomes = _outcomes(swapped(_case(update, seed), functools.reduce(joined, cohort)), effort)
         leaks, gates = red(outcomes), judge(parse_gate(GATE), list(outcomes.values()))
@@ -165,43 +156,35 @@ def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, writ
         kind: `plants` or `null`.
         out: folder of recordings and record.
         echo: shows progress.
-        setting: effort, images, plants, count and federations, as options of the command.
+        setting: effort, images, plant, count and federations, as options of the command.
         write: also write the audit's `detection.toml`.
 
     Raises:
         OptionError: an unknown plant.
         RunError: a simulation failed.
     """
-    if unknown := set(setting["plants"]) - set(PLANTS):
+    if unknown := set(setting["plant"]) - set(PLANTS):
         raise OptionError(f"no plant {', '.join(sorted(unknown))}; choose from {', '.join(PLANTS)}")
     effort, file = Effort(setting["effort"]), out / f"{kind}-{setting['effort']}.json"
     sizes = (None,) if kind == "null" else setting["images"]
     updates = {size: recordings(out, setting["federations"], size) for size in sizes}
     jobs = null_jobs if kind == "null" else plant_jobs
-    todo = list(jobs(updates, setting["plants"] or tuple(PLANTS), setting["count"], effort))
-    named = {"plants": "plant"}
-    options = [
-        (named.get(name, name), one)
-        for name, some in setting.items()
-        for one in (some if isinstance(some, list) else [some])
-    ]
-    command = f"fedcg bench privacy {kind} " + " ".join(f"--{name} {shlex.quote(str(one))}" for name, one in options)
-    head = {**bench_record(f"bench privacy {kind}"), "command": command, "setting": dict(setting), "rows": []}
+    head = bench_record(f"bench privacy {kind}", setting, **setting) | {"rows": []}
     record = json.loads(file.read_text()) if file.exists() else head
     done = [(row["group"], row["seed"]) for row in record["rows"]]
-    todo = [job for job in todo if job[:2] not in done]
+    wanted = jobs(updates, setting["plant"] or tuple(PLANTS), setting["count"], effort)
+    todo = [job for job in wanted if job[:2] not in done]
     for number, (group, seed, job) in enumerate(todo, 1):
         record["rows"].append({"group": group, "seed": seed, **job()})
         shown = ", ".join(record["rows"][-1]["red"]) or "nothing"
         echo(f"{number} of {len(todo)}: {', '.join(map(str, group.values()))} seed {seed}: {shown}")
         write_record(record, file)
     found = rates(record["rows"])
-    alarms = [{"attack": name, "effort": effort.value, "red": red, "of": one["of"]}
-              for one in found for name, red in one["red"].items() if name in ATTACKS]  # fmt: skip
-    if write:
-        write_detection(
-            effort, **({"false_alarm": alarms} if kind == "null" else {"smallest": list(smallest(found, effort))})
-        )
+    if write and kind == "null":
+        of_attacks = [(name, red, one["of"]) for one in found for name, red in one["red"].items() if name in ATTACKS]
+        write_detection(effort, "false_alarm", [{"attack": name, "red": red, "of": of} for name, red, of in of_attacks])
+    elif write:
+        write_detection(effort, "smallest", list(smallest(found)))
     return {**record, "rates": found}
 
 
@@ -222,7 +205,7 @@ def rates(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def smallest(found: Sequence[Row], effort: Effort) -> Iterator[Row]:
+def smallest(found: Sequence[Row]) -> Iterator[Row]:
     """Yield the smallest leak that each attack finds in 80 % of the plants; between two strengths it is interpolated in the rate."""
     for size, kind in itertools.product(dict.fromkeys(one["size"] for one in found), PLANTS):
         levels = [one for one in found if (one["size"], one["plant"]) == (size, kind) and one["of"] >= _FEWEST]
@@ -233,18 +216,19 @@ def smallest(found: Sequence[Row], effort: Effort) -> Iterator[Row]:
                 leaks = [one["figures"][figure] for one in levels]
                 leak = np.interp(_FOUND, shares[at - 1 : at + 1], leaks[at - 1 : at + 1]) if at else leaks[0]
                 of = {"images": levels[at]["images"], "figure": figure, "leak": round(float(leak), 3)}
-                yield {"attack": attack, "effort": effort.value, **of, "plants": min(one["of"] for one in levels)}
+                yield {"attack": attack, **of, "plants": min(one["of"] for one in levels)}
 
 
-def write_detection(effort: Effort, **new: list[Row]) -> None:
-    """Replace the rows of an effort in tables of the audit's `detection.toml`."""
+def write_detection(effort: Effort, table: str, rows: Sequence[Row]) -> None:
+    """Replace the rows of an effort in a table of the audit's `detection.toml`."""
     file = Path(audit.__file__).with_name("detection.toml")
     text, tables = read_values(file, AuditError)
+    kept = [row for row in tables[table] if row["effort"] != effort.value]
+    tables[table] = [*kept, *({"attack": row["attack"], "effort": effort.value, **row} for row in rows)]
     written = [line for line in text.splitlines() if line.startswith("#")]
-    for name, rows in tables.items():
-        kept = [row for row in rows if name not in new or row["effort"] != effort.value] + new.get(name, [])
-        inline = ("{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in row.items()) + " }" for row in kept)
-        written += [f"{name} = [", *(f"  {row}," for row in inline), "]"]
+    for name, some in tables.items():
+        pairs = ([f"{key} = {json.dumps(value)}" for key, value in row.items()] for row in some)
+        written += [f"{name} = [", *(f"  {{ {', '.join(row)} }}," for row in pairs), "]"]
     replace_durably(file, "\n".join(written) + "\n", READABLE)
 
 

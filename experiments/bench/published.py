@@ -59,12 +59,11 @@ def recorded(name: str, rows: Sequence[str], data: str, seeds: Sequence[int], ou
             values: dict[str, list[float]] = defaultdict(list)
             for figure, value in EXPERIMENTS[name](run):
                 values[figure].append(value)
-            command = f"fedcg bench privacy published {name} --row {row} --data {run.data_name} --seeds {seed}"
-            head = {**bench_record("bench privacy published"), "command": command, "setting": run.published()}
+            options = {"row": row, "data": run.data_name, "seeds": seed}
+            head = bench_record("bench privacy published", run.published(), name, **options)
             write_record({**head, "figures": {figure: round(fmean(some), 5) for figure, some in values.items()}}, path)
-        if path.is_file():
-            for figure, mean in json.loads(path.read_text(encoding="utf-8"))["figures"].items():
-                found[f"{run.data_name}, {row}: {figure}"].append(mean)
+        for figure, mean in json.loads(path.read_text())["figures"].items() if path.is_file() else ():
+            found[f"{run.data_name}, {row}: {figure}"].append(mean)
     return found
 
 
@@ -97,12 +96,10 @@ def _means(model: WholeModel, features: torch.Tensor) -> tuple[torch.Tensor, tor
 @torch.no_grad()
 def _probes(model: WholeModel, probe: str, auxiliary: ImageSet, stream: torch.Generator) -> torch.Tensor:
     """Return features of random images, of auxiliary ones, or random features."""
-    some = auxiliary.rows(torch.randperm(len(auxiliary), generator=stream)[:_ROWS])
-    pixels = unit_pixels(some.images)
-    given = torch.rand(pixels.shape, generator=stream) if probe == "uniform" else pixels
-    given = normalise(given, model.form)
-    if probe == "gaussian":  # after normalisation, as in the authors' code
-        given = torch.randn(pixels.shape, generator=stream)
+    pixels = unit_pixels(auxiliary.rows(torch.randperm(len(auxiliary), generator=stream)[:_ROWS]).images)
+    pixels = torch.rand(pixels.shape, generator=stream) if probe == "uniform" else pixels
+    # Gaussian after normalisation, as in the authors' code
+    given = torch.randn(pixels.shape, generator=stream) if probe == "gaussian" else normalise(pixels, model.form)
     features: torch.Tensor = model.extractor(given)
     return torch.rand(features.shape, generator=stream) if probe == "features" else features
 
@@ -151,12 +148,10 @@ def membership(run: RunSetting) -> Figures:
     that no client has. `swapped`: each passes the other model, and the answer counts as right if it names the model.
     `victim`: every suspect passes the victim's model, the only choice of an attacker who does not know the owner.
     """
-    party, auxiliary, result = _trained(run)
+    party, known, result = _trained(run)
     names, order = sorted(party.datasets), Streams(b"membership").generator(run.seed)
     mine, theirs = (party.datasets[name].train for name in names[:2])
-    *halves, outside = (
-        auxiliary.rows(some) for some in torch.randperm(len(auxiliary), generator=order).tensor_split(3)
-    )
+    *halves, outside = (known.rows(some) for some in torch.randperm(len(known), generator=order).tensor_split(3))
     count = min(len(mine), len(theirs), len(outside) // 2)
     pairs = (mine.rows(range(count)), theirs.rows(range(count)))
     unseen = (outside.rows(range(count)), outside.rows(range(count, 2 * count)))

@@ -157,14 +157,9 @@ def test_reports_without_a_leak_are_red_at_most_as_often_as_the_level_says() -> 
 def test_evidence_is_interpolated_between_measured_sizes_and_never_beyond(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    rows = [(100, 0.62), (400, 0.58)]
-    text = "".join(
-        f'[[smallest]]\nattack = "x"\neffort = "quick"\nimages = {images}\nfigure = "mia_auc"\nleak = {leak}\nplants = 24\n'
-        for images, leak in rows
-    )
-    (tmp_path / "detection.toml").write_text(
-        text + '[[false_alarm]]\nattack = "x"\neffort = "quick"\nred = 0\nof = 50\n'
-    )
+    row = '[[smallest]]\nattack = "x"\neffort = "quick"\nimages = {}\nfigure = "mia_auc"\nleak = {}\nplants = 24\n'
+    alarm = '[[false_alarm]]\nattack = "x"\neffort = "quick"\nred = 0\nof = 50\n'
+    (tmp_path / "detection.toml").write_text(row.format(100, 0.62) + row.format(400, 0.58) + alarm)
     monkeypatch.setattr(report, "DETECTION_FILE", tmp_path / "detection.toml")
     quiet, loud = _found(Outcome("x", (_with(0.4),))), _found(Outcome("x", (_with(1e-6),)))
     # 200 is halfway between 100 and 400 in logarithms.

@@ -263,23 +263,19 @@ def test_channel_statistics_by_hand() -> None:
 def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
     case = simulated_case(method="fedavg")
     model, train, parts = present(case.model()), case.truth.train, (Part.EXTRACTOR, Part.CLASSIFIER)
-    pixels, other = train.images[:1] / 255.0, train.images[1:2] / 255.0
-    seen = gradients.batch_gradient(case.view.spec, model, pixels, train.labels[:1], parts)
+    pixels, other, label = train.images[:1] / 255.0, train.images[1:2] / 255.0, train.labels[:1]
+    seen = gradients.batch_gradient(case.view.spec, model, pixels, label, parts)
     longer = gradients.BatchGradient(parts, tuple(3 * one for one in seen.values), 1)
     whole = whole_model(case.view.spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
-    assert float(gradients.gradient_distance(whole, seen)(pixels, train.labels[:1]).detach()) < 1e-9
-    for by in (gradients.feature_distance, gradients.feature_angle):
-        objective = by(whole, gradients.linear_inputs(whole, pixels).detach())
-        assert float(objective(pixels, train.labels[:1]).detach()) == pytest.approx(0, abs=1e-6)
-        assert float(objective(other, train.labels[:1]).detach()) > 1e-3
-    assert float(gradients.gradient_distance(whole, seen)(other, train.labels[:1]).detach()) > 1e-3
+    features = gradients.linear_inputs(whole, pixels).detach()
+    found = [by(whole, features) for by in (gradients.feature_distance, gradients.feature_angle)]
+    for objective in (gradients.gradient_distance(whole, seen), *found):
+        assert float(objective(pixels, label).detach()) == pytest.approx(0, abs=1e-6)
+        assert float(objective(other, label).detach()) > 1e-3
     # |g - 3g|^2 / |3g|^2 = 4/9
-    assert float(gradients.gradient_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(
-        4 / 9, rel=1e-3
-    )
-    assert float(gradients.cosine_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(
-        0, abs=1e-5
-    )
+    by_distance, by_cosine = (by(whole, longer) for by in (gradients.gradient_distance, gradients.cosine_distance))
+    assert float(by_distance(pixels, label).detach()) == pytest.approx(4 / 9, rel=1e-3)
+    assert float(by_cosine(pixels, label).detach()) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("numbers", [10, 200], ids=["fewer numbers than pixels", "more"])

@@ -8,37 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from audit.attacks import canaries as module
+from audit.attacks import canaries, membership
 from audit.attacks.attack import Effort
 from audit.attacks.canaries import ATTACK, best_bound, epsilon_bound, least_chance, make_canaries, p_value
-from audit.attacks.membership import (
-    GeneratorDistance,
-    MemberScores,
-    auc,
-    auc_gain,
-    aucs,
-    balanced_pairs,
-    chance_of_gain,
-    membership_figures,
-    nearest_distance,
-    true_positive_rates,
-)
+from audit.attacks.membership import GeneratorDistance, MemberScores, auc, aucs, chance_of_gain, nearest_distance
 from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.device_data import joined
 from audit.evidence.networks import WholeModel
 from audit.measures import Figure, Outcome, Values
 from audit.techniques import shadow_models
-from audit.techniques.shadow_models import (
-    Target,
-    log_ratio,
-    mean_parts,
-    ml_leaks,
-    rmia,
-    rmia_by_others,
-    target_of,
-    train_shadows,
-    two_shadows,
-)
+from audit.techniques.shadow_models import Target, log_ratio, ml_leaks, rmia, rmia_by_others, two_shadows
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext
@@ -47,6 +26,8 @@ from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part, PrivacySpent, Report
 from tests.support.audit import carried_out, outcome_of, simulated_case
 from tests.support.present import present
+
+SCORES = ("ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA")
 
 
 def _images(labels: list[int]) -> ImageSet:
@@ -99,15 +80,15 @@ def test_the_distance_is_that_to_the_nearest_sample_of_the_images_class() -> Non
 def test_the_mean_of_updates_takes_each_once_and_leaves_counters() -> None:
     first = {Part.CLASSIFIER: {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}}
     second = {Part.CLASSIFIER: {"w": torch.tensor([3.0, 6.0]), "n": torch.tensor(5)}}
-    mean = mean_parts([first, second])[Part.CLASSIFIER]
+    mean = shadow_models.mean_parts([first, second])[Part.CLASSIFIER]
     assert mean["w"].tolist() == [2.0, 4.0]
     assert int(mean["n"]) == 3
-    assert mean_parts([]) == {}
+    assert shadow_models.mean_parts([]) == {}
 
 
 def test_candidates_have_as_many_members_as_others_of_every_class() -> None:
     case = simulated_case(method="fedavg")
-    images, members = balanced_pairs(case.truth, 40, case.streams.generator("x"))
+    images, members = membership.balanced_pairs(case.truth, 40, case.streams.generator("x"))
     assert len(images) == 80
     assert members.sum() == 40
     labels = images.labels.numpy()
@@ -120,18 +101,18 @@ def test_the_gain_is_over_the_larger_of_chance_and_the_blind_score() -> None:
     members = np.repeat([True, False], 50)
     drawn = np.random.default_rng(0)
     good, noise = members + 0.5 * drawn.normal(size=100), drawn.normal(size=100)
-    alike = auc_gain(good, good, members, 0)
+    alike = membership.auc_gain(good, good, members, 0)
     assert (alike.value, alike.low, alike.high) == (0.0, 0.0, 0.0)
-    inverted = auc_gain(good, -good, members, 0)
+    inverted = membership.auc_gain(good, -good, members, 0)
     assert inverted.value == pytest.approx(auc(good[members], good[~members]) - 0.5)
     assert inverted.low > 0.2
-    assert auc_gain(noise, noise + good, members, 0).value < 0
+    assert membership.auc_gain(noise, noise + good, members, 0).value < 0
 
 
 def test_the_chance_of_scores_of_nothing_is_uniform_and_that_of_members_small() -> None:
     labels, members = torch.arange(100) % 5, np.tile(np.repeat([True, False], 5), 10)
     drawn, none = np.random.default_rng(2), np.zeros(100)
-    for of, least in ((aucs, 0.5), (functools.partial(true_positive_rates, rate=0.1), 0.1)):
+    for of, least in ((aucs, 0.5), (functools.partial(membership.true_positive_rates, rate=0.1), 0.1)):
         found = [chance_of_gain(of, least, (drawn.normal(size=100), none), members, labels, at) for at in range(60)]
         assert np.mean(np.array(found) < 0.2) < 0.4  # 12 of 60 expected
         assert chance_of_gain(of, least, (members + 0.3 * drawn.normal(size=100), none), members, labels, 0) < 1e-3
@@ -143,7 +124,7 @@ def test_the_chance_of_scores_of_nothing_is_uniform_and_that_of_members_small() 
 def test_rates_are_given_only_where_enough_images_pass_and_each_figure_has_a_test() -> None:
     found = MemberScores("x", frozenset(), np.arange(300.0), np.zeros(300), None, "chance")
     members = np.arange(300) >= 150
-    figures = list(membership_figures(found, members, torch.zeros(300, dtype=torch.int64), 0))
+    figures = list(membership.membership_figures(found, members, torch.zeros(300, dtype=torch.int64), 0))
     # At 5 % of 150 others seven may pass, at 1 % one: too few.
     assert [(one.name, one.setting) for one in figures] == [("mia_auc", "x"), ("mia_tpr", "x, at 5.0%")]
     assert [one.value.value for one in figures] == [1.0, 1.0]
@@ -161,14 +142,14 @@ def _overfitted() -> tuple[Target, ImageSet, ImageSet, Case]:
         return replace(some, labels=torch.randint(10, (len(some),), generator=stream))
 
     members, others = (relabelled(some.rows(range(40))) for some in (case.truth.train, case.truth.held_out))
-    fit, population = (
-        relabelled(some) for some in (case.view.auxiliary.rows(range(80)), case.view.auxiliary.rows(range(80, 290)))
-    )
+    fit, population = (relabelled(case.view.auxiliary.rows(some)) for some in (range(80), range(80, 290)))
     spec = case.view.spec.model_copy(update={"params": {**case.view.spec.params, "lr": 3e-3}})
     view = replace(case.view, spec=spec, others={})
-    victim = train_shadows(view, joined(members, others), 1, 80, case.streams.at("victim"), _nothing)[0]
-    shadows = train_shadows(view, fit, 2, 80, case.streams, _nothing)
-    target = target_of(replace(view, update=victim.parts), Extractor.SENT, shadows, population, case.streams, _nothing)
+    victim = shadow_models.train_shadows(view, joined(members, others), 1, 80, case.streams.at("victim"), _nothing)[0]
+    shadows = shadow_models.train_shadows(view, fit, 2, 80, case.streams, _nothing)
+    target = shadow_models.target_of(
+        replace(view, update=victim.parts), Extractor.SENT, shadows, population, case.streams, _nothing
+    )
     return target, victim.seen, victim.unseen, case
 
 
@@ -257,14 +238,7 @@ def test_controls_fail_where_the_attack_is_broken(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_beside_the_true_one() -> None:
     found = outcome_of("membership", method="fedcg")
-    names = (
-        "ML-Leaks",
-        "PPIDSG's two shadow models",
-        "RMIA by other clients",
-        "RMIA",
-        "generator alone",
-        "RMIA and generator",
-    )
+    names = (*SCORES, "generator alone", "RMIA and generator")
     assert [one.setting for one in found.figures if one.name == "mia_auc"] == [
         f"{name}, extractor: {source.value}" for source in (Extractor.START, Extractor.SURROGATE) for name in names
     ]
@@ -280,31 +254,31 @@ def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_besi
 def test_a_classifier_alone_is_tried_without_a_generator(network: str) -> None:
     found = outcome_of("membership", method="fedsplit", network=network)
     names = {one.setting.split(",")[0] for one in found.figures}
-    assert names == {"ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA"}
+    assert names == set(SCORES)
     assert all(control.passed for control in found.controls)
 
 
-def test_one_right_guess_of_one_has_the_p_value_q_and_proves_nothing() -> None:
-    epsilon = math.log(3)  # q = 3/4
-    assert p_value(1, 1, 1, epsilon, 0.0) == pytest.approx(0.75)
-    # 2 m δ · max_i Pr(1 - i <= B < 1) / i = 2 · 1 · 0.1 · Pr(B = 0) = 0.2 · 0.25
-    assert p_value(1, 1, 1, epsilon, 0.1) == pytest.approx(0.75 + 0.05)
-    assert epsilon_bound(1, 1, 1) == 0.0
+@pytest.mark.parametrize(
+    ("tried", "guesses", "right", "delta", "chance"),
+    [
+        (1, 1, 1, 0.0, 0.75),
+        # 2 m δ · max_i Pr(1 - i <= B < 1) / i = 2 · 1 · 0.1 · Pr(B = 0) = 0.2 · 0.25
+        (1, 1, 1, 0.1, 0.75 + 0.05),
+        # Pr(B >= 2) = 9/16; i = 1: Pr(B = 1) = 6/16; i = 2: (Pr(B = 1) + Pr(B = 0)) / 2 = 7/32
+        (5, 2, 2, 0.01, 9 / 16 + 2 * 5 * 0.01 * 6 / 16),
+        (10, 10, 0, 1e-5, 1.0),
+    ],
+)
+def test_right_guesses_have_the_p_value_worked_by_hand(
+    tried: int, guesses: int, right: int, delta: float, chance: float
+) -> None:
+    assert p_value(tried, guesses, right, math.log(3), delta) == pytest.approx(chance)  # q = 3/4
 
 
-def test_two_guesses_have_the_p_value_worked_by_hand() -> None:
-    # q = 3/4, r = 2, v = 2: Pr(B >= 2) = 9/16; i = 1: Pr(B = 1) = 6/16; i = 2: (Pr(B = 1) + Pr(B = 0)) / 2 = 7/32. m = 5, δ = 0.01.
-    assert p_value(5, 2, 2, math.log(3), 0.01) == pytest.approx(9 / 16 + 2 * 5 * 0.01 * 6 / 16)
-
-
-def test_all_of_ten_right_rule_out_the_epsilon_at_which_q_to_the_tenth_is_five_percent() -> None:
+def test_few_right_guesses_bound_nothing_and_ten_of_ten_bound_q_to_the_tenth_at_5_percent() -> None:
+    assert epsilon_bound(1, 1, 1) == epsilon_bound(10, 10, 0) == epsilon_bound(10, 0, 0) == 0.0
     q = 0.05**0.1
     assert epsilon_bound(10, 10, 10, delta=0.0) == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
-
-
-def test_no_right_guess_is_certain_and_bounds_nothing() -> None:
-    assert p_value(10, 10, 0, 1.0, 1e-5) == 1.0
-    assert epsilon_bound(10, 10, 0) == epsilon_bound(10, 0, 0) == 0.0
 
 
 def test_the_bound_grows_with_right_guesses_and_falls_with_delta_and_with_abstentions_counted_in() -> None:
@@ -411,7 +385,7 @@ def test_a_round_of_many_epochs_sent_whole_has_a_bound_over_that_of_guesses_with
     assert found.controls[0].passed
     assert torch.equal(state, torch.get_rng_state())
 
-    monkeypatch.setattr(module, "confidence", lambda model, images: np.full(len(images), 0.1))
+    monkeypatch.setattr(canaries, "confidence", lambda model, images: np.full(len(images), 0.1))
     broken = _epsilon(case)
     assert not broken.controls[0].passed
     assert broken.figures[0].value.value == 0.0

@@ -11,7 +11,7 @@ import audit
 from audit.attacks.attack import Effort
 from audit.evidence import inputs_and_features
 from audit.recording.leakage import WireTensor, compare, private_tensors
-from experiments.bench.planted_leaks import PLANTS, coded
+from experiments.bench.planted_leaks import PLANTS, as_sent
 from experiments.bench.privacy_audits import lines, rates, smallest, swapped, write_detection
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
@@ -30,26 +30,16 @@ def test_a_strong_plant_changes_the_update_and_a_copy_is_found_in_it_as_it_is_se
 
     def found(number: float) -> set[str]:
         planted = plant.put(case, number, torch.Generator().manual_seed(5))
-        assert {part: list(some) for part, some in planted.view.update.items()} == {
-            part: list(some) for part, some in case.view.update.items()
+        named = [(part, name, one) for part, some in planted.view.update.items() for name, one in some.items()]
+        before = [(part, name, one) for part, some in case.view.update.items() for name, one in some.items()]
+        pairs = zip(named, before, strict=True)
+        assert {part for (part, _, new), (*_, old) in pairs if not torch.equal(new, old)} == {
+            Part.CLASSIFIER if "class" in kind else Part.GENERATOR
         }
-        changed = [
-            (part, name)
-            for part, weights in planted.view.update.items()
-            for name, one in weights.items()
-            if not torch.equal(one, case.view.update[part][name])
-        ]
-        assert {part for part, _ in changed} == (
-            {Part.GENERATOR} if "classifier" not in kind and "counts" not in kind else {Part.CLASSIFIER}
-        )
-        sent = [
-            WireTensor("", name, (coded(planted, part, name) if one.ndim > 1 else one).numpy())
-            for part, weights in planted.view.update.items()
-            for name, one in weights.items()
-        ]
-        return {
-            match.private.rpartition("/")[0] or match.private.rpartition(" ")[0] for match in compare(sent, secrets)
-        }
+        sent = as_sent(planted).view.update.values()
+        wire = [WireTensor("", name, one.numpy()) for some in sent for name, one in some.items()]
+        names = [match.private for match in compare(wire, secrets)]
+        return {name.rpartition("/")[0] or name.rpartition(" ")[0] for name in names}
 
     wanted = {"image in columns": {"input"}}.get(kind, {"after/extractor"})
     assert wanted & found(plant.strengths[-1]) == (wanted if kind in FOUND else set())
@@ -63,9 +53,8 @@ def test_a_null_audit_has_only_images_of_the_pool_and_draws_them_anew_for_each_s
         null = swapped(case.__class__(case.view, case.truth, Streams(bytes([seed] * 32))), pool).truth
         both = torch.cat([null.train.images, null.held_out.images]).flatten(1)
         assert sorted(both.tolist()) == sorted(pool.images.flatten(1).tolist())
-        assert all(
-            mine <= rest for mine, rest in zip(null.train.label_counts(), null.held_out.label_counts(), strict=True)
-        )
+        counts = [some.label_counts() for some in (null.train, null.held_out)]
+        assert all(mine <= rest for mine, rest in zip(*counts, strict=True))
         drawn.append(null.train.images.flatten(1).tolist())
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -81,49 +70,26 @@ def test_the_smallest_leak_is_interpolated_where_four_of_five_plants_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row(0, 0.6, is_red=at < 12) for at in range(20)] + [row(20, 0.7, is_red=True) for _ in range(20)]
-    (found,) = smallest(rates(rows), Effort.QUICK)
+    (found,) = smallest(rates(rows))
     # 60 % at 0.6 and 100 % at 0.7: 80 % half-way.
-    assert found == {
-        "attack": "membership",
-        "effort": "quick",
-        "images": 90,
-        "figure": "mia_auc",
-        "leak": 0.65,
-        "plants": 20,
-    }
-    assert list(smallest(rates(rows[1:]), Effort.QUICK)) == [{**found, "leak": 0.7}]  # too few at the weaker strength
-    assert "| overfit classifier 0, 90 images | membership | 12 of 20 | 36% to 81% | mia_auc 0.6 |" in list(
-        lines(rates(rows))
-    )
+    assert found == {"attack": "membership", "images": 90, "figure": "mia_auc", "leak": 0.65, "plants": 20}
+    assert list(smallest(rates(rows[1:]))) == [{**found, "leak": 0.7}]  # too few at the weaker strength
+    line = "| overfit classifier 0, 90 images | membership | 12 of 20 | 36% to 81% | mia_auc 0.6 |"
+    assert line in list(lines(rates(rows)))
     monkeypatch.setattr(audit, "__file__", str(tmp_path / "__init__.py"))
-    alarm = {"attack": "labels", "effort": "quick", "red": 1, "of": 50}
-    (tmp_path / "detection.toml").write_text("# A comment.\nsmallest = []\nfalse_alarm = []\n")
-    write_detection(Effort.QUICK, smallest=[found])
-    write_detection(Effort.QUICK, false_alarm=[alarm])
-    write_detection(Effort.QUICK, smallest=[found])
-    text = (tmp_path / "detection.toml").read_text()
-    assert (text.startswith("# A comment.\n"), tomllib.loads(text)) == (
-        True,
-        {"smallest": [found], "false_alarm": [alarm]},
-    )
+    alarm, place = {"attack": "labels", "red": 1, "of": 50}, tmp_path / "detection.toml"
+    place.write_text("# A comment.\nsmallest = []\nfalse_alarm = []\n")
+    for table, written in (("smallest", found), ("false_alarm", alarm), ("smallest", found)):
+        write_detection(Effort.QUICK, table, [written])
+    assert place.read_text().startswith("# A comment.\n")
+    effort = {"effort": "quick"}
+    assert tomllib.loads(place.read_text()) == {"smallest": [{**found, **effort}], "false_alarm": [{**alarm, **effort}]}
 
 
 @pytest.mark.slow
 def test_a_bench_resumes_and_finds_scaled_rows(tmp_path: Path) -> None:
-    words = (
-        "bench",
-        "privacy",
-        "plants",
-        "--out",
-        tmp_path,
-        "--images",
-        60,
-        "--plant",
-        "scaled rows",
-        "--federations",
-        1,
-    )
+    words = ("bench", "privacy", "plants", "--images", 60, "--plant", "scaled rows", "--federations", 1, "--json")
     for count in (1, 2):
-        record = data_of(run_fedcg(*words, "--count", count, "--json").stdout)
+        record = data_of(run_fedcg(*words, "--count", count, "--out", tmp_path).stdout)
         assert [one["red"] for one in record["rates"]] == [{"compare": 0}, {"compare": count}, {"compare": count}]
     assert len(json.loads((tmp_path / "plants-quick.json").read_text())["rows"]) == 6
