@@ -14,7 +14,7 @@ from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import CRITERION, Comparison, compare
 from experiments.papers.records import Folder, read_folder
-from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, markdown, orders_sheet, transfer_sheet
+from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, markdown, orders_sheet
 from fedcg.terminal import print_data
 
 _WIDTH = 160
@@ -27,10 +27,7 @@ def tables_command(
     paper: Annotated[
         str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
     ] = None,
-    by_client: Annotated[
-        bool,
-        typer.Option("--clients", help="add each client's points over local-only, and the worst client of all seeds"),
-    ] = False,
+    by_client: Annotated[bool, typer.Option("--clients", help="add each client's points over local-only")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
@@ -52,7 +49,7 @@ def tables_command(
 def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[Sheet]:
     sheets = [comparison_sheet(comparison) for comparison in found]
     if by_client:
-        sheets += [sheet for one in found for sheet in (gains_sheet(one), transfer_sheet(one)) if sheet.rows]
+        sheets += [sheet for one in found if (sheet := gains_sheet(one)).rows]
     orders = orders_sheet(found)
     return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
 

@@ -9,74 +9,14 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
 from statistics import fmean, stdev
 
 from experiments.papers.catalogue import Preset, Published, Row, row_fields
 from experiments.papers.plan import variant_text
-from experiments.papers.records import ClientRecord, RunRecord
+from experiments.papers.records import RunRecord
 from experiments.simulation.batch import PARAM_OPTIONS
 from fedcg.learning.spec import ParameterValue
 from fedcg.values import Value
-
-_NORMAL_95 = 1.96
-
-
-class Gain(Value):
-    """One client of one run, in percentage points.
-
-    Attributes:
-        points: accuracy of the deployed model minus that of the local-only model, on the common test images, else on
-            the client's own.
-        margin: half the 95 % interval, from the number of images. The interval ignores that both models see the same
-            images, so it is rather too wide.
-    """
-
-    points: float
-    margin: float
-
-
-class Transfer(Value):
-    """The clients of a row, over all its seeds.
-
-    Attributes:
-        worst: the client with the smallest gain.
-        clients: number of compared clients.
-        below: number of clients below their local-only model; `beyond`: those below by more than the margin.
-        lost: mean points of the clients below; 0 if there are none.
-    """
-
-    worst: Gain
-    clients: int
-    below: int
-    beyond: int
-    lost: float
-
-
-def transfer_of(clients: Iterable[ClientRecord]) -> Transfer | None:
-    """Summarise some clients; None if no record has both models."""
-    gains = [gain for client in clients if (gain := _gain(client)) is not None]
-    if not gains:
-        return None
-    below = [gain for gain in gains if gain.points < 0]
-    return Transfer(
-        worst=min(gains, key=lambda gain: gain.points),
-        clients=len(gains),
-        below=len(below),
-        beyond=sum(gain.points < -gain.margin for gain in below),
-        lost=fmean([gain.points for gain in below] or [0.0]),
-    )
-
-
-def _gain(client: ClientRecord) -> Gain | None:
-    deployed, local, images = client.accuracy_common_deployed, client.accuracy_common_local, client.common_images
-    if deployed is None or local is None:
-        deployed, local, images = client.accuracy_deployed, client.accuracy_local, client.test_images
-    if deployed is None or local is None or not images:
-        return None
-    variance = (deployed * (1 - deployed) + local * (1 - local)) / images
-    return Gain(100 * (deployed - local), 100 * _NORMAL_95 * sqrt(variance))
-
 
 ADR = "adr"
 FIELDS = {
@@ -136,7 +76,6 @@ class Line(Value):
     compared: int
     gains: Mapping[str, float]
     failures: int
-    transfer: Transfer | None = None
     unmerged: int = 0
     after: Figure | None = None
     collapsed: int = 0
@@ -204,7 +143,6 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         losing=sum(client.below_local is True for client in clients),
         compared=sum(client.below_local is not None for client in clients),
         gains={name: fmean(values) for name, values in sorted(gains.items())},
-        transfer=transfer_of(clients),
         failures=sum(len(client.failures) for client in clients),
         unmerged=sum(len(run.server_failures) for run in runs.values()),
         after=figure_of(value for value in after if value is not None),

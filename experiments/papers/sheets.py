@@ -87,29 +87,6 @@ def gains_sheet(found: Comparison) -> Sheet:
     return Sheet(f"{found.preset.base}: points over local-only, per client", ("row", *clients), tuple(rows))
 
 
-def transfer_sheet(found: Comparison) -> Sheet:
-    """Return the worst client's gain over its local-only model, and the number of clients that lost accuracy."""
-    rows = [
-        (
-            line.row.label,
-            f"{told.worst.points:+.1f} ± {told.worst.margin:.1f}",
-            f"{told.below} of {told.clients}",
-            str(told.beyond),
-            f"{told.lost:.1f}" if told.below else _NONE,
-        )
-        for line in found.lines
-        if (told := line.transfer) is not None and line.row.key != "local"
-    ]
-    columns = (
-        "row",
-        "worst client, points",
-        "clients below local-only",
-        "by more than the interval",
-        "mean of those below",
-    )
-    return Sheet(f"{found.preset.base}: the deployed model over local-only", columns, tuple(rows))
-
-
 def markdown(sheet: Sheet) -> str:
     """Return the sheet as GitHub Markdown."""
     lines = [f"### {sheet.title}", "", _markdown_row(sheet.columns), _markdown_row(["---"] * len(sheet.columns))]

@@ -11,11 +11,10 @@ import pytest
 
 from experiments.papers.catalogue import Published
 from experiments.papers.comparison import Comparison, Judgement, compare, judge
-from experiments.papers.figures import Figure, Line, is_far, transfer_of
-from experiments.papers.records import ClientRecord, RunRecord
+from experiments.papers.figures import Figure, Line, is_far
+from experiments.papers.records import RunRecord
 from experiments.papers.sheets import comparison_sheet, gains_sheet, orders_sheet
 from tests.support.commands import data_of, run_fedcg
-from tests.support.present import present
 
 CIFAR = "fedcg:table1:cifar10-4"
 
@@ -312,29 +311,12 @@ def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone
 OWN = "own:iid:cifar10-4x500"
 
 
-def _client(deployed: float, local: float, **more: Any) -> ClientRecord:
-    return ClientRecord(id="c", accuracy_deployed=deployed, accuracy_local=local, **{"test_images": 10_000, **more})
-
-
-def test_the_worst_client_has_the_interval_of_two_shares() -> None:
-    told = present(transfer_of([_client(0.50, 0.40), _client(0.38, 0.40), _client(0.395, 0.40)]))
-    # 1.96 * sqrt((0.38 * 0.62 + 0.4 * 0.6) / 10,000) = 1.352 points
-    assert [told.worst.points, told.worst.margin, told.lost] == pytest.approx([-2.0, 1.352, -1.25], abs=1e-3)
-    assert (told.clients, told.below, told.beyond) == (3, 2, 1)
-
-
-@pytest.mark.parametrize("client", [ClientRecord(id="c"), _client(0.5, 0.4, test_images=None)])
-def test_without_both_models_and_their_images_nothing_is_compared(client: ClientRecord) -> None:
-    assert transfer_of([client]) is None
-
-
-def test_the_command_shows_it_and_no_column_of_a_paper_that_prints_nothing(tmp_path: Path) -> None:
+def test_the_command_shows_no_column_of_a_paper_that_prints_nothing(tmp_path: Path) -> None:
     run = record("fedsplit", 3, 0.4, paper=OWN, local=0.41)
     for client, deployed in zip(run["clients"], (0.45, 0.36), strict=True):
         client.update(accuracy_deployed=deployed, accuracy_ema=deployed - 0.1, test_images=10_000)
     write(tmp_path, run)
-    shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path, "--clients", "--markdown").stdout
-    assert "| FedSplit | -5.0 ± 1.3 | 1 of 2 | 1 | -5.0 |" in shown
+    shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path, "--markdown").stdout
     assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in shown
     assert "| 30.50 (1) |" in shown, "the mean over clients of 35 and 26"
 
