@@ -110,8 +110,7 @@ def coordinator_command(
         run = asyncio.run(run_rounds(home, setting, partial(typer.echo, err=True)))
         with closing(Store.of(home)) as store:
             found = rounds_of(store, run)
-    told = [asdict(each) for each in found]
-    record |= {"updates": run.updates(), "growth_mb_per_round": growth_mb(found), "rounds": told}
+    record |= {"updates": run.updates(), "growth_mb_per_round": growth_mb(found), "rounds": list(map(asdict, found))}
     if out is not None:
         write_record(record, out / "coordinator.json")
     return record, "\n".join(_coordinator_lines(record))
@@ -120,9 +119,8 @@ def coordinator_command(
 def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:
     yield ", ".join(f"{count} updates {name}" for name, count in record["updates"].items())
     for each in record["rounds"]:
-        offer = (
-            "" if each["next_offer_s"] is None else f", next offer {each['next_offer_s']:.2f} s after the last update"
-        )
+        wait = each["next_offer_s"]
+        offer = "" if wait is None else f", next offer {wait:.2f} s after the last update"
         memory = " + ".join(f"{value:.0f}" for value in each["memory_mb"])
         yield (
             f"round {each['round']}: {each['seconds']:.2f} s{offer}; {each['update_mb_per_s']:.1f} MB/s of updates until stored durably;  "

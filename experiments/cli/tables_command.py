@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.errors import OptionError
-from experiments.papers.catalogue import Preset, find_presets
-from experiments.papers.comparison import CRITERION, Comparison, compare
+from experiments.papers.catalogue import find_presets
+from experiments.papers.comparison import CRITERION, compare
 from experiments.papers.records import Folder, read_folder
-from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, markdown, orders_sheet
+from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, orders_sheet
 from fedcg.terminal import print_data
 
 _WIDTH = 160
@@ -29,48 +28,30 @@ def tables_command(
     ] = None,
     by_client: Annotated[bool, typer.Option("--clients", help="add each client's points over local-only")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Print the papers' tables next to our runs: mean ± standard deviation over (seeds), and whether the stated orders hold.
 
     Example: fedcg tables --paper fedcg:table1:cifar10-4
     """
-    if as_json and as_markdown:
-        raise OptionError("--json and --markdown: choose one")
     chosen = None if paper is None else find_presets(paper.partition("@")[0], with_stand_ins=True)
     folder = read_folder(runs)
+    found = compare(folder.runs, chosen)
     if as_json:
-        print_data(_everything(folder, chosen))
+        damaged = [{"file": file, "reason": reason} for file, reason in folder.damaged]
+        print_data(
+            {"tables": list(map(asdict, found)), "criterion": CRITERION, "runs": len(folder.runs), "damaged": damaged}
+        )
         return
-    sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
-    _show(sheets, folder, as_markdown=as_markdown)
-
-
-def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[Sheet]:
-    sheets = [comparison_sheet(comparison) for comparison in found]
-    if by_client:
-        sheets += [sheet for one in found if (sheet := gains_sheet(one)).rows]
+    gains = [gains_sheet(one) for one in found] if by_client else []
     orders = orders_sheet(found)
-    return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
+    _show([*map(comparison_sheet, found), *(one for one in (*gains, orders) if one.rows)], folder)
 
 
-def _everything(folder: Folder, chosen: Sequence[Preset] | None) -> dict[str, Any]:
-    return {
-        "tables": [asdict(comparison) for comparison in compare(folder.runs, chosen)],
-        "criterion": CRITERION,
-        "runs": len(folder.runs),
-        "damaged": [{"file": file, "reason": reason} for file, reason in folder.damaged],
-    }
-
-
-def _show(sheets: Sequence[Sheet], folder: Folder, *, as_markdown: bool) -> None:
+def _show(sheets: Sequence[Sheet], folder: Folder) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=max(_WIDTH, console.width), highlight=False)
     for sheet in sheets:
-        if as_markdown:
-            typer.echo(markdown(sheet))
-            continue
         table = Table(*(escape(column) for column in sheet.columns), title=escape(sheet.title), title_justify="left")
         for row in sheet.rows:
             table.add_row(*(escape(cell) for cell in row))

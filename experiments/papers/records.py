@@ -42,10 +42,6 @@ class ClientRecord(_Part):
     accuracy_local: float | None = None
     accuracy_deployed: float | None = None
     accuracy_ema: float | None = None
-    accuracy_common_local: float | None = None
-    accuracy_common_deployed: float | None = None
-    test_images: int | None = None
-    common_images: int | None = None
     below_local: bool | None = None
     failures: list[object] = []
     curve: Curve = Curve()

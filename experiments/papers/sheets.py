@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from experiments.papers.catalogue import Published, Row
-from experiments.papers.comparison import Comparison, Order
+from experiments.papers.comparison import CRITERION, Comparison, Order
 from experiments.papers.figures import Differences, Figure, Line, figure_of, is_far
 from fedcg.values import Value
 
@@ -73,7 +73,7 @@ def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:
     """Return every order of the papers for which we have runs."""
     rows = [_order(found, order) for found in comparisons for order in found.orders]
     columns = ("table", "claim", "order", "measure", "paper", "ours", "seeds", "judgement")
-    return Sheet("Orders stated by the papers", columns, tuple(rows))
+    return Sheet("Orders stated by the papers", columns, tuple(rows), (CRITERION,))
 
 
 def gains_sheet(found: Comparison) -> Sheet:
@@ -87,14 +87,6 @@ def gains_sheet(found: Comparison) -> Sheet:
     return Sheet(f"{found.preset.base}: points over local-only, per client", ("row", *clients), tuple(rows))
 
 
-def markdown(sheet: Sheet) -> str:
-    """Return the sheet as GitHub Markdown."""
-    lines = [f"### {sheet.title}", "", _markdown_row(sheet.columns), _markdown_row(["---"] * len(sheet.columns))]
-    lines += [_markdown_row(row) for row in sheet.rows]
-    lines += ["", *(f"- {note}" for note in sheet.notes)] if sheet.notes else []
-    return "\n".join(lines) + "\n"
-
-
 def figure_text(figure: Figure | Published | None) -> str:
     """Format as `47.5 ± 0.7 (3)`: mean, standard deviation and number of seeds; published figures have no number, some no deviation."""
     if figure is None:
@@ -103,10 +95,6 @@ def figure_text(figure: Figure | Published | None) -> str:
         return f"{figure.mean:.2f}" + ("" if figure.std is None else f" ± {figure.std:.2f}")
     spread = "" if figure.std is None else f" ± {figure.std:.2f}"
     return f"{figure.mean:.2f}{spread} ({figure.seeds})"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _common(lines: Sequence[Line]) -> Differences:

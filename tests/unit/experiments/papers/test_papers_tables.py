@@ -1,6 +1,7 @@
 """`fedcg tables`: hand-made records beside the published figures, orders over seeds, the worst client."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,12 @@ from experiments.papers.sheets import comparison_sheet, gains_sheet, orders_shee
 from tests.support.commands import data_of, run_fedcg
 
 CIFAR = "fedcg:table1:cifar10-4"
+
+OWN = "own:iid:cifar10-4x500"
+
+
+def _cells(shown: str) -> str:
+    return re.sub(r"\s*[│┃]\s*", " | ", shown)
 
 
 def record(
@@ -286,9 +293,9 @@ def test_the_command_prints_everything_without_torch_and_names_what_it_could_not
     assert table["preset"]["name"] == CIFAR
     assert {order["verdict"]["judgement"] for order in table["orders"]} == set()
     assert (content["runs"], content["damaged"][0]["file"]) == (3, "torn.json")
-    shown = run_fedcg("tables", "--runs", tmp_path, "--markdown")
+    shown = run_fedcg("tables", "--runs", tmp_path)
     assert shown.exit_code == 0, shown.stderr
-    assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in shown.stdout
+    assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in _cells(shown.stdout)
     assert "3 simulated runs" in shown.stderr
     assert "Damaged: torn.json" in shown.stderr
 
@@ -308,17 +315,14 @@ def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone
     assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
 
 
-OWN = "own:iid:cifar10-4x500"
-
-
 def test_the_command_shows_no_column_of_a_paper_that_prints_nothing(tmp_path: Path) -> None:
     run = record("fedsplit", 3, 0.4, paper=OWN, local=0.41)
     for client, deployed in zip(run["clients"], (0.45, 0.36), strict=True):
         client.update(accuracy_deployed=deployed, accuracy_ema=deployed - 0.1, test_images=10_000)
     write(tmp_path, run)
-    shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path, "--markdown").stdout
-    assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in shown
-    assert "| 30.50 (1) |" in shown, "the mean over clients of 35 and 26"
+    shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path)
+    assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in _cells(shown.stdout)
+    assert "| 30.50 (1) |" in _cells(shown.stdout), "the mean over clients of 35 and 26"
 
 
 def test_the_last_download_is_that_of_the_last_round_not_of_the_best() -> None:
