@@ -193,7 +193,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     mechanisms = (case.truth.privacy.label if case.truth.privacy is not None else "") or "none"
     yield f"{count} canaries, {len(chosen)} of them used in an extra local round with {len(case.truth.train)} images of the client."
     yield f"It starts from the same weights as the real one, with the mechanisms: {mechanisms}. Its update is not encoded for the wire."
-    yield f"At δ = {stated[1]:g}, training with a smaller ε would give so many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
+    yield f"At δ = {stated[1]:g}, training with a smaller ε would give this many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
 
 
 def _lacks(case: Case) -> str | None:

@@ -42,7 +42,9 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow) if one == "cameras" else one for one in CASES]
+)
 def test_the_sites_of_an_example_are_federated(name: str) -> None:
     module, (method, params) = example(name), CASES[name]
     settings: dict[str, Any] = {"params": {"server_iterations": 2}} if "server_iterations" in params else {}

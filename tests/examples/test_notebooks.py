@@ -17,6 +17,7 @@ def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_to_its_last_cell_and_shows_a_result(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

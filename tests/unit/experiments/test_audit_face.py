@@ -60,6 +60,7 @@ def test_a_client_with_tensors_is_audited_and_what_takes_images_is_named(
         audited.save(tmp_path / "a.pdf")
 
 
+@pytest.mark.slow
 def test_a_client_with_pixels_is_audited_as_one_with_images() -> None:
     run = fedcg.simulate({name: of_pictures(seed) for seed, name in enumerate("abc")}, "fedcg", 1, keep_updates="1",
                          params={"server_iterations": 3}, **QUICK)  # fmt: skip

@@ -76,7 +76,9 @@ def test_a_round_trains_on_defended_images_and_its_snapshot_and_doctor_say_so(tm
 
     (event,) = site.events("defended")
     assert event["count"] == len(real.train)
-    assert re.fullmatch(r"features gabor, spread 0\.\d\d, classes_of_one_image 0", str(event["detail"]))
+    assert re.fullmatch(
+        r"features gabor, spread 0\.\d+, real_spread 0\.\d+, classes_of_one_image 0", str(event["detail"])
+    )
     assert [one["step"] for one in site.events("progress") if one["phase"] == "defence"][-1] == 6
     samples = Path(str(event["samples"]))
     assert finding(site)[0] == "ok"

@@ -21,6 +21,7 @@ from tests.support.commands import data_of, run_fedcg
 FOUND = {"scaled rows", "coded rows", "image in columns"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANTS)
 def test_a_strong_plant_changes_the_update_and_a_copy_is_found_in_it_as_it_is_sent(kind: str, tmp_path: Path) -> None:
     case, plant = simulated_case(**WITH_GENERATOR), PLANTS[kind]

@@ -58,6 +58,7 @@ def test_the_key_space_is_that_of_eq_12_and_another_key_classifies_by_chance(
     assert {"accuracy, key", "PSNR of G(image)", "PSNR of G(noise)"} < found.keys()
 
 
+@pytest.mark.slow
 def test_a_transformed_image_is_found_as_the_network_saw_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "_IMAGES", 1)
     defences = {"none": {}, "DP <5, 10>": published._SETTINGS["defences"]["DP <5, 10>"]}
