@@ -177,7 +177,7 @@ def _occurring(data: bytes, needles: Collection[bytes]) -> Iterator[bytes]:
 
 def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Knuth's multiplicative hash of 32-bit words, in `_HASH_BITS` bits."""
-    return (words * np.uint32(2654435761)) >> np.uint32(32 - _HASH_BITS)
+    return np.asarray((words * np.uint32(2654435761)) >> np.uint32(32 - _HASH_BITS), dtype=np.uint32)
 
 
 PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
