@@ -77,6 +77,7 @@ def test_a_finished_run_is_not_run_again_and_other_data_is_another_run(tmp_path:
     assert len(list(tmp_path.glob("program-*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_workers_change_no_number(tmp_path: Path) -> None:
     one, two = (
         fedcg.simulate(clients(), "fedcg", 1, out=tmp_path / str(count), workers=count, **QUICK) for count in (1, 2)
