@@ -67,8 +67,8 @@ def compare(
 ) -> Result:
     """Compare every recorded tensor with every private tensor: as values, as a delta, row by row and as raw bytes.
 
-    The parts extractor and discriminator of the files count as private. Their rows and columns are found at any
-    position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
+    The parts extractor and discriminator of the files count as private, and their change from each file to the next.
+    Rows and columns are found at any position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
     bits. Exit code 1 if something leaked. The output states what this check does not see.
 
     Example: fedcg audit compare --observed record --private state.safetensors

@@ -245,7 +245,8 @@ DETECTION_FILE = Path(__file__).with_name("detection.toml")
 def evidence(finding: Finding, effort: str, images: int) -> str:
     """Return what planted leaks and updates without a leak showed about this result; empty if it is neither.
 
-    Between measured numbers of training images the smallest leak is interpolated in their logarithm, never beyond them.
+    Between measured numbers of training images the smallest leak is interpolated in their logarithm. More images than
+    measured find smaller leaks, so the last one holds; for fewer there is none.
     """
     mine, measured = {"attack": finding.attack.name, "effort": effort}, read_values(DETECTION_FILE, AuditError)[1]
     smallest, alarms = (
@@ -260,7 +261,7 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
     told = []
     for figure in dict.fromkeys(row["figure"] for row in smallest):
         rows = sorted((row["images"], row["leak"], row["plants"]) for row in smallest if row["figure"] == figure)
-        if rows[0][0] <= images <= rows[-1][0]:
+        if rows[0][0] <= images:
             sizes, leaks, plants = zip(*rows, strict=True)
             leak = np.interp(np.log(images), np.log(sizes), leaks)
             told.append(f"{figure} {leak:.3g} ({min(plants)} plants)")

@@ -28,9 +28,11 @@ from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part
 
 _DRAWS = 5  # draws of probes, for PPIDSG's mode
+_PROBE_IMAGES = 256
 _BATCHES = (32, 64, 128)
 _CONTROL_IMAGES = 150  # images of each class
 _CONTROL_EPOCHS = 20
@@ -72,14 +74,21 @@ def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torc
 
 
 @torch.no_grad()
-def probe_means(spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams) -> Means:
-    """Return PPIDSG's estimates from random samples."""
+def probe_means(
+    spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams, images: ImageSet | None = None
+) -> Means:
+    """Return PPIDSG's estimates from random images of a set (then with the extractor), or from random features."""
     network, kept, predicted = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval(), [], []
     last = network.get_submodule(str(last_layer(network, spec.class_count)))
     last.register_forward_pre_hook(lambda _, given: kept.append(given[0].mean(0)))
     for draw in range(_DRAWS):
-        probes = probes_for(spec, parts.get(Part.GENERATOR), streams.generator("probes", draw))
-        predicted.append(network(probes.flatten(0, 1)).softmax(1).mean(0))
+        stream = streams.generator("probes", draw)
+        if images is None:
+            probes = probes_for(spec, parts.get(Part.GENERATOR), stream).flatten(0, 1)
+        else:
+            some = images.rows(torch.randperm(len(images), generator=stream)[:_PROBE_IMAGES])
+            probes = extract_features(load_part(spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), some.images, spec)
+        predicted.append(network(probes).softmax(1).mean(0))
     return list(zip(predicted, kept, strict=True))
 
 
@@ -212,7 +221,9 @@ def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iter
     spec, train, model = case.view.spec, case.truth.train, case.model()
     assert model is not None
     streams = case.streams.at("labels", "batches", size)
-    means, stream = probe_means(spec, case.view.before.parts, streams), streams.generator("rows")
+    auxiliary = case.view.auxiliary if case.view.shares_extractor else None
+    means, stream = probe_means(spec, case.view.before.parts, streams, auxiliary), streams.generator("rows")
+    extra = () if auxiliary is None else (Knowledge.AUXILIARY,)
     counted: dict[str, list[torch.Tensor]] = {"true": []}
     for _ in range(batches):
         some = train.rows(torch.randperm(len(train), generator=stream)[:size])
@@ -225,7 +236,7 @@ def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iter
     plain = {name: counts_of(shares, size).numpy().astype(np.int16) for name, shares in trivial.items()}
     floors = [(name, np.minimum(counts, truths).sum(1) / size) for name, counts in plain.items()]
     for name, guesses in found.items():
-        setting, used = f"batches of {size}, {name}", (Knowledge.BATCH, Knowledge.BEFORE)
+        setting, used = f"batches of {size}, {name}", (Knowledge.BATCH, Knowledge.BEFORE, *extra)
         p = _batch_chance(guesses, list(plain.values()), truths, streams.seed("orders"))
         right = np.minimum(guesses, truths).sum(1) / size
         yield _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), p=p)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -254,6 +255,19 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
     return tensors
 
 
+def changes(private: Sequence[PrivateTensor]) -> list[PrivateTensor]:
+    """Return the differences of private weights between files that follow each other, later minus earlier."""
+    files: dict[str, dict[str, Array]] = {}
+    for one in private:
+        files.setdefault(one.owner, {})[one.name] = one.value
+    return [
+        PrivateTensor(f"{after} minus {before}", name, value - old[name])
+        for (before, old), (after, new) in pairwise(files.items())
+        for name, value in new.items()
+        if name in old and value.shape == old[name].shape
+    ]
+
+
 def wire_tensors(inspections: Mapping[str, Inspection]) -> list[WireTensor]:
     """Return all tensors of artifacts as sent, and integers and differences also decoded.
 
@@ -281,7 +295,7 @@ def _without_base(inspections: Mapping[str, Inspection]) -> Counter[str]:
 
 
 def check_recording(observed: Path, private: Iterable[Path], more: Sequence[PrivateTensor] = ()) -> Check:
-    """Compare an observer's whole recording with private weights, and with `more` private numbers.
+    """Compare an observer's whole recording with private weights, their changes from file to file, and `more` private numbers.
 
     Raises:
         CaptureError: the folder is not a recording.
@@ -293,6 +307,7 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CaptureError(f"{observed} is not an observer's folder: {error}") from error
     weights = private_tensors(private)
+    weights += changes(weights)
     inspections: dict[str, Inspection] = {}
     for artifact, data in blobs.items():
         with suppress(WireError):  # a spec, and bytes that can't be decoded, are still searched as raw bytes

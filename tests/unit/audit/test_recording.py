@@ -217,6 +217,16 @@ def test_a_recording_is_checked_against_private_weights(wire: Recording, tmp_pat
     assert UNSEEN in check.summary()
 
 
+def test_the_change_of_a_private_tensor_between_two_files_is_searched_for(wire: Recording, tmp_path: Path) -> None:
+    after = EXTRACTOR + np.random.default_rng(8).normal(0, 1e-3, EXTRACTOR.shape).astype(np.float32)
+    for name, value in (("4", EXTRACTOR), ("5", after)):
+        save_file({"extractor/weight": value}, tmp_path / name)
+    record(wire, tmp_path / "seen", update(Part.GENERATOR, after - EXTRACTOR))
+    check = check_recording(tmp_path / "seen", [tmp_path / "4", tmp_path / "5"])
+    assert {match.owner for match in check.matches} == {f"{tmp_path / '5'} minus {tmp_path / '4'}"}
+    assert check_recording(tmp_path / "seen", [tmp_path / "5"]).is_clean
+
+
 @pytest.mark.parametrize("is_hidden", [True, False])
 def test_sealed_numbers_are_fair_coins_or_are_told(wire: Recording, tmp_path: Path, is_hidden: bool) -> None:
     save_file({"personal/extractor/weight": EXTRACTOR}, tmp_path / "state.safetensors")

@@ -154,7 +154,7 @@ def test_reports_without_a_leak_are_red_at_most_as_often_as_the_level_says() -> 
     assert 5 <= red <= 35  # 20 expected; 5 and 35 are 3.4 standard deviations away
 
 
-def test_evidence_is_interpolated_between_measured_sizes_and_never_beyond(
+def test_evidence_is_interpolated_between_measured_sizes_and_never_for_fewer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row = '[[smallest]]\nattack = "x"\neffort = "quick"\nimages = {}\nfigure = "mia_auc"\nleak = {}\nplants = 24\n'
@@ -164,6 +164,7 @@ def test_evidence_is_interpolated_between_measured_sizes_and_never_beyond(
     quiet, loud = _found(Outcome("x", (_with(0.4),))), _found(Outcome("x", (_with(1e-6),)))
     # 200 is halfway between 100 and 400 in logarithms.
     assert evidence(quiet, "quick", 200) == "Smallest leak found in 80 % of plants: mia_auc 0.6 (24 plants)"
+    assert "mia_auc 0.58 " in evidence(quiet, "quick", 900)  # more images find smaller leaks
     assert evidence(quiet, "quick", 50) == "Smallest leak found in 80 % of plants: not measured for 50 images"
     assert "not measured" in evidence(quiet, "thorough", 200)
     # Clopper-Pearson, 0 of 50: 1 - 0.025^(1 / 50) = 7.1 %.

@@ -213,7 +213,11 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     assert shares.gain.low > 0.1
     assert present(shares.p) < 0.01
     assert shares.gain.value == pytest.approx(shares.floor - shares.value.value)
-    assert figure(outcome, "label_accuracy", "batches of 32, bias").gain.low > 0
+    of_batches = figure(outcome, "label_accuracy", "batches of 32, bias")
+    assert of_batches.gain.low > 0
+    assert (Knowledge.AUXILIARY in of_batches.knowledge) == (
+        method == "fedavg"
+    )  # features of images need the extractor
     assert [one.passed for one in outcome.controls] == [True, True]
     assert sum(share for _, share in outcome.curves[0].lines["true"]) == pytest.approx(1)
     assert ("generator" in " ".join(one.setting for one in outcome.figures)) == (method == "fedcg")
