@@ -55,6 +55,7 @@ class Figure:
         samples: number of images, batches or canaries behind the interval.
         unit: "share", "dB", "nats" or empty.
         p: probability of at least this gain if the update reveals nothing, of this setting alone; None if unknown.
+        least_p: the smallest `p` that the test can give with this number of images and classes.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Figure:
     ceiling: float | None = None
     unit: str = ""
     p: float | None = None
+    least_p: float = 0.0
 
     @property
     def is_possible(self) -> bool:
