@@ -46,7 +46,7 @@ class Result(str, Enum):
     HYPOTHETICAL = "would leak only from the gradient of one batch, which is not sent"
     NOTHING = "no better than guessing"
     UNPROVEN = "inconclusive: the positive control failed"
-    UNTESTED = "inconclusive: no figure has a test against chance"
+    UNTESTED = "inconclusive: too few images or classes for a test against chance"
     NOT_TRIED = "not tried"
 
 
@@ -156,10 +156,14 @@ def corrected(outcomes: Sequence[Outcome]) -> dict[tuple[str, Figure], float]:
     """Return, by attack and figure, the probability of such a gain anywhere in the report if the update reveals nothing.
 
     Holm (1979) over every figure of a real attacker that has a test, of all attacks, also those on the gradient of one
-    batch. Like Bonferroni's it holds for dependent tests; after the first leak it finds more.
+    batch. Like Bonferroni's it holds for dependent tests; after the first leak it finds more. Tests that can't show a
+    leak, as their smallest p is above the level divided by the number of tests that can, are left out (Tarone 1990).
     """
     tested = [(one.attack, figure) for one in outcomes for figure in one.figures if figure.is_possible]
-    ordered = sorted(((figure.p, place) for place, (_, figure) in enumerate(tested) if figure.p is not None))
+    tested = sorted((pair for pair in tested if pair[1].p is not None), key=lambda pair: pair[1].least_p)
+    able = next((n for n in range(1, len(tested) + 1) if sum(one.least_p <= LEVEL / n for _, one in tested) <= n), 0)
+    tested = [pair for pair in tested if pair[1].least_p <= LEVEL / max(able, 1)]
+    ordered = sorted((figure.p or 0.0, place) for place, (_, figure) in enumerate(tested))
     found, largest = {}, 0.0
     for number, (probability, place) in enumerate(ordered):
         largest = max(largest, min(1.0, (len(ordered) - number) * probability))
@@ -294,7 +298,9 @@ def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> GateResult:
     elif broken is not None:
         why = f"inconclusive, the positive control of {broken.attack} failed"
     else:
-        worst = max((figure for _, figure in possible), key=lambda figure: _upper(condition, figure))
+        worst = max(
+            (figure for _, figure in possible), key=lambda figure: np.nan_to_num(_upper(condition, figure), nan=np.inf)
+        )
         upper = _upper(condition, worst)
         passed, why = upper < condition.bound, f"at most {upper:.3g} (95 %): {worst.setting}"
     return GateResult(str(condition), passed, why)

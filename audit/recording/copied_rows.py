@@ -25,6 +25,7 @@ FALSE_ALARMS = 1e-3
 """Expected number of false alarms in a recording of independent normal numbers."""
 _MOST_RUNS = 1 << 17  # more are thinned out evenly: a whole private row has many
 _AT_ONCE = 1 << 16
+_DISTINCT = 8  # numbers in a run: fewer, like a mask, resemble others by chance
 _EVEN_SHARE = 1 / 8  # of a run's numbers that must carry its variance: one large number correlates with any other
 _order = np.random.default_rng(0).permutation(WINDOW)
 _PAIRS = [(int(a), int(b)) for turned in (_order, np.roll(_order, 3)) for a, b in turned.reshape(-1, 2)]
@@ -40,6 +41,8 @@ def least_correlation(length: int, chance: float) -> float:
 
 def _lines(value: Array) -> list[Floats]:
     """Return a tensor's rows, [N, length], and its columns: of the first axis against all others."""
+    if not value.size:
+        return []
     values = np.nan_to_num(value.astype(np.float32), posinf=0.0, neginf=0.0)
     rows = values.reshape(len(values) if values.ndim > 1 else 1, -1)
     return [rows, np.ascontiguousarray(rows.T)][: max(1, values.ndim)]
@@ -78,8 +81,8 @@ class _Runs(Value):
     @staticmethod
     def of(runs: Floats, owners: NDArray[np.int64]) -> _Runs:
         units, length = _centred(runs), runs.shape[1]
-        distinct = (np.diff(np.sort(runs, axis=1)) > 0).sum(1)
-        kept = (distinct >= length // 2) & ((units**4).sum(1) * length * _EVEN_SHARE <= 1)
+        distinct = (np.diff(np.sort(runs, axis=1)) > 0).sum(1) + 1
+        kept = (distinct >= _DISTINCT) & ((units**4).sum(1) * length * _EVEN_SHARE <= 1)
         kept[kept] = np.arange(kept.sum()) % (kept.sum() // _MOST_RUNS + 1) == 0
         turned = units[kept]
         turned = np.concatenate([turned, -turned, turned[:, ::-1], -turned[:, ::-1]])
@@ -119,6 +122,12 @@ def _all_runs(private: Sequence[Array]) -> list[_Runs]:
         for some in found.values()
         if some
     ]
+
+
+def searchable(private: Sequence[Array]) -> int:
+    """Return how many tensors have a run that `copied_rows` can find."""
+    runs = _all_runs(private)
+    return len({int(owner) for group in runs for owner in group.owners[group.rows]})
 
 
 def copied_rows(sent: Sequence[Array], private: Sequence[Array]) -> dict[tuple[int, int], float]:

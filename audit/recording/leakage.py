@@ -6,8 +6,8 @@ devices' private weights as the truth.
 A private tensor leaks if one of its rows or columns is found in a sent tensor (`copied_rows`; scale, offset and sign do
 not matter):
   * as values;
-  * as value + base, where a base is a tensor that the attacker knows (of the aggregate that an update started from). A base
-    may resemble the private tensor, so the sum only counts if it is twice as near as the base alone.
+  * as value + base or value - base, where a base is a tensor that the attacker knows (of the aggregate that an update
+    started from). A base may resemble the private tensor, so the sum only counts if it is twice as near as the base alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +28,12 @@ from safetensors.numpy import load_file
 
 from audit.errors import CaptureError, DecodeError
 from audit.recording.capture import SealedBits, worst_bits
-from audit.recording.copied_rows import copied_rows
+from audit.recording.copied_rows import copied_rows, searchable
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from fedcg.values import Value
 from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
+from fedcg.wire.parts import is_delta
 
 NEEDLE_BYTES = 32  # a run of 8 float32 numbers does not occur by chance
 NEEDLES_PER_TENSOR = 8
@@ -71,7 +72,7 @@ class Match(Value):
     """A leak: its location and the private tensor that it reveals.
 
     Attributes:
-        how: `value`, `delta` (value + base) or `bytes`.
+        how: `value`, `delta` (with a base) or `bytes`.
         base: the base of a delta.
         correlation: absolute Pearson correlation, the largest of all rows and columns; 1.0 for bytes.
     """
@@ -86,7 +87,7 @@ class Match(Value):
 
     def __str__(self) -> str:
         """Return one line for a report."""
-        base = f" + {self.base}" if self.base else ""
+        base = f" ({self.base})" if self.base else ""
         return (
             f"artifact {self.artifact[:12]} {self.tensor}{base} shows {self.private} of {self.owner} "
             f"as {self.how} (correlation {self.correlation:.4f})"
@@ -192,6 +193,7 @@ class Check(Value):
     """Outcome of a check: the amount compared, and the leaks.
 
     Attributes:
+        too_short: private tensors with too few or too equal numbers to be found, but as raw bytes.
         sealed: whether the numbers of sealed sums reveal anything.
         without_base: tensors that are differences from an aggregate that was not recorded, by aggregate; they were
             compared as differences, not as values.
@@ -200,6 +202,7 @@ class Check(Value):
     artifacts: int
     wire_tensors: int
     private_tensors: int
+    too_short: int
     matches: tuple[Match, ...]
     without_base: Mapping[str, int] = field(default_factory=dict)
     sealed: SealedBits = field(default_factory=lambda: SealedBits.of(()))
@@ -215,6 +218,7 @@ class Check(Value):
             "artifacts": self.artifacts,
             "wire_tensors": self.wire_tensors,
             "private_tensors": self.private_tensors,
+            "too_short": self.too_short,
             "without_base": dict(self.without_base),
             "sealed": vars(self.sealed) if self.sealed.tensors else None,
             "leaks": [vars(match) for match in self.matches],
@@ -229,7 +233,8 @@ class Check(Value):
         sealed = f"\n{self.sealed}" if self.sealed.tensors else ""
         return (
             f"compared {self.wire_tensors} tensors of {self.artifacts} recorded artifacts "
-            f"with {self.private_tensors} private tensors: {len(self.matches)} leaks{missed}{sealed}\n{UNSEEN}"
+            f"with {self.private_tensors} private tensors ({self.too_short} too short or constant to be found): "
+            f"{len(self.matches)} leaks{missed}{sealed}\n{UNSEEN}"
         )
 
 
@@ -247,7 +252,7 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
                 for key, value in load_file(path).items()
                 if PRIVATE_PARTS & set(key.replace(".", "/").split("/"))
             ]
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, TypeError) as error:  # numpy has no bfloat16
             raise DecodeError(f"{path} can't be read as safetensors: {error}") from error
         if not found:
             raise DecodeError(f"{path} holds no tensor of a private part ({', '.join(sorted(PRIVATE_PARTS))})")
@@ -256,15 +261,16 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
 
 
 def changes(private: Sequence[PrivateTensor]) -> list[PrivateTensor]:
-    """Return the differences of private weights between files that follow each other, later minus earlier."""
-    files: dict[str, dict[str, Array]] = {}
+    """Return the differences of private weights that follow each other, also in one file (`before/`, `after/`), later minus earlier."""
+    by_name: dict[str, list[PrivateTensor]] = {}
     for one in private:
-        files.setdefault(one.owner, {})[one.name] = one.value
+        part = next(part for part in PRIVATE_PARTS if part in one.name)
+        by_name.setdefault(one.name[one.name.index(part) :], []).append(one)
     return [
-        PrivateTensor(f"{after} minus {before}", name, value - old[name])
-        for (before, old), (after, new) in pairwise(files.items())
-        for name, value in new.items()
-        if name in old and value.shape == old[name].shape
+        PrivateTensor(f"{new.owner} minus {old.owner}", f"{new.name} minus {old.name}", new.value - old.value)
+        for same in by_name.values()
+        for old, new in pairwise(same)
+        if new.value.shape == old.value.shape and np.issubdtype(new.value.dtype, np.floating)
     ]
 
 
@@ -278,7 +284,8 @@ def wire_tensors(inspections: Mapping[str, Inspection]) -> list[WireTensor]:
         base = inspections.get(str(seen.header.get("base")))
         known = {} if base is None else decode(base).tensors
         for key, value in seen.tensors.items():
-            bases = {f"base {key}": known[key]} if key in known else {}
+            is_value = key in known and not is_delta(seen.codecs.get(key, "f32"))
+            bases = {f"plus base {key}": known[key], f"minus base {key}": -known[key]} if is_value else {}
             tensors.append(WireTensor(artifact, key, value, bases))
         for key, value in decode(seen, base).tensors.items():
             if value is not seen.tensors.get(key) and seen.codecs[key] not in ("f32", "f16", "i64"):
@@ -314,7 +321,8 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
             inspections[artifact] = inspect(data)
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
-    matches = compare(seen, weights) + find_bytes(payloads, [*weights, *more])
-    matches += compare([replace(one, bases={}) for one in seen], more)
+    secrets = [*weights, *more]
+    matches = compare(seen, secrets) + find_bytes(payloads, secrets)
     sealed = SealedBits.of([worst for one in inspections.values() for worst in worst_bits(one).values()])
-    return Check(len(blobs), len(seen), len(weights) + len(more), tuple(matches), _without_base(inspections), sealed)
+    short = len(secrets) - searchable([one.value for one in secrets])
+    return Check(len(blobs), len(seen), len(secrets), short, tuple(matches), _without_base(inspections), sealed)

@@ -139,7 +139,10 @@ def null_jobs(sizes: Updates, _: Sequence[str], count: int, effort: Effort) -> I
 
     def row(update: AuditOptions, seed: int) -> dict[str, Any]:
         cohort = [_case(one, seed).truth.held_out for one in updates if one.updates == update.updates]
-        outcomes = _outcomes(swapped(_case(update, seed), functools.reduce(joined, cohort)), effort)
+        case = swapped(_case(update, seed), functools.reduce(joined, cohort))
+        outcomes = _outcomes(
+            case, effort, [name for name in ATTACKS if name != "epsilon"]
+        )  # it trains canaries of its own
         leaks, gates = red(outcomes), judge(parse_gate(GATE), list(outcomes.values()))
         leaks += [REPORT] * bool(leaks) + [f"gate {one.condition}" for one in gates if not one.passed]
         tried = [name for name, one in outcomes.items() if one.figures]
@@ -169,8 +172,8 @@ def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, writ
     sizes = (None,) if kind == "null" else setting["images"]
     updates = {size: recordings(out, setting["federations"], size) for size in sizes}
     jobs = null_jobs if kind == "null" else plant_jobs
-    head = bench_record(f"bench privacy {kind}", setting, **setting) | {"rows": []}
-    record = json.loads(file.read_text()) if file.exists() else head
+    head = bench_record(f"bench privacy {kind}", setting, **setting)
+    record = head | {"rows": json.loads(file.read_text())["rows"] if file.exists() else []}
     done = [(row["group"], row["seed"]) for row in record["rows"]]
     wanted = jobs(updates, setting["plant"] or tuple(PLANTS), setting["count"], effort)
     todo = [job for job in wanted if job[:2] not in done]
@@ -220,11 +223,17 @@ def smallest(found: Sequence[Row]) -> Iterator[Row]:
 
 
 def write_detection(effort: Effort, table: str, rows: Sequence[Row]) -> None:
-    """Replace the rows of an effort in a table of the audit's `detection.toml`."""
+    """Put rows into a table of the audit's `detection.toml`, in place of those of the same attack, effort, figure and images."""
     file = Path(audit.__file__).with_name("detection.toml")
     text, tables = read_values(file, AuditError)
-    kept = [row for row in tables[table] if row["effort"] != effort.value]
-    tables[table] = [*kept, *({"attack": row["attack"], "effort": effort.value, **row} for row in rows)]
+    told = [{"attack": row["attack"], "effort": effort.value, **row} for row in rows]
+
+    def place(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in ("attack", "effort", "figure", "images"))
+
+    tables[table] = sorted(
+        {place(row): row for row in [*tables[table], *told]}.values(), key=lambda row: str(place(row))
+    )
     written = [line for line in text.splitlines() if line.startswith("#")]
     for name, some in tables.items():
         pairs = ([f"{key} = {json.dumps(value)}" for key, value in row.items()] for row in some)

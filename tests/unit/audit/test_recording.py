@@ -24,7 +24,7 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pa
 from fedcg.wire.messages.envelopes import SigningKey, make_link, seal
 from fedcg.wire.messages.schemas import Finished, KeyChain, Manifest
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.parts import Part, Report, TensorLayout
+from fedcg.wire.parts import Part, Report, TensorLayout, UpdateCodec
 from fedcg.wire.sealed_numbers import to_numbers
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.stack import wait_for
@@ -224,6 +224,14 @@ def test_the_change_of_a_private_tensor_between_two_files_is_searched_for(wire: 
     record(wire, tmp_path / "seen", update(Part.GENERATOR, after - EXTRACTOR))
     check = check_recording(tmp_path / "seen", [tmp_path / "4", tmp_path / "5"])
     assert {match.owner for match in check.matches} == {f"{tmp_path / '5'} minus {tmp_path / '4'}"}
+    save_file(
+        {"after/extractor/weight": after, "before/extractor/weight": EXTRACTOR, "x/extractor/b": np.ones(3)},
+        tmp_path / "5",
+    )
+    check = check_recording(tmp_path / "seen", [tmp_path / "5"])
+    assert {match.private for match in check.matches} == {"before/extractor/weight minus after/extractor/weight"}
+    assert check.too_short == 1
+    save_file({"after/extractor/weight": after}, tmp_path / "5")
     assert check_recording(tmp_path / "seen", [tmp_path / "5"]).is_clean
 
 
@@ -251,22 +259,32 @@ def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
         check_recording(tmp_path, [tmp_path / "state.safetensors"])
 
 
-@pytest.mark.parametrize("has_base", [True, False], ids=["base seen", "base not seen"])
-def test_a_coded_update_is_decoded_and_a_missing_base_is_told(wire: Recording, tmp_path: Path, has_base: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_base", "codec"),
+    [(True, "i8-delta"), (False, "i8-delta"), (True, "f32")],
+    ids=["base seen", "base not seen", "added to the base"],
+)
+def test_a_coded_update_is_decoded_and_a_missing_base_is_told(
+    wire: Recording, tmp_path: Path, has_base: bool, codec: UpdateCodec
+) -> None:
     save_file({"personal/extractor/weight": EXTRACTOR}, tmp_path / "state.safetensors")
     start = np.random.default_rng(4).normal(0, 5, EXTRACTOR.shape).astype(np.float32)
     header = AGGREGATE.model_copy(update={"round": 1})
     base = pack(header, {Part.GENERATOR: {"weight": start}})
     known = Base(artifact_id(base), {Part.GENERATOR: {"weight": start}})
     told = header.model_copy(update={"kind": "update", "client": "client-1", "base": known.id, "round": 2})
-    data = pack(told, {Part.GENERATOR: {"weight": EXTRACTOR}}, "i8-delta", known)
+    data = pack(told, {Part.GENERATOR: {"weight": EXTRACTOR + (codec == "f32") * start}}, codec, known)
     written = record(wire, tmp_path / "seen", *([base] if has_base else []), data)
-    assert next(entry for entry in written["artifacts"] if entry["codecs"] == {"i8-delta": 1})["base"] == known.id
+    assert next(entry for entry in written["artifacts"] if entry["kind"] == "update")["base"] == known.id
     assert written["bases_not_seen"] == ([] if has_base else [known.id])
     check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
     assert check.without_base == ({} if has_base else {known.id: 1})
     assert (f"are differences from aggregate {known.id}, which was not recorded" in check.summary()) != has_base
-    assert {match.tensor for match in check.matches} == ({"generator/weight (decoded)"} if has_base else set())
+    place = {
+        "i8-delta": ("generator/weight (decoded)", None),
+        "f32": ("generator/weight", "minus base generator/weight"),
+    }
+    assert {(match.tensor, match.base) for match in check.matches} == ({place[codec]} if has_base else set())
 
 
 Array = NDArray[Any]
@@ -315,6 +333,8 @@ HOST = np.random.default_rng(7).normal(0, 0.05, (120, 90)).astype(np.float32)
 ROW = TRAINED.reshape(16, 150)[3]
 IMAGE = np.hypot(*np.mgrid[-1:1:28j, -1:1:28j]) * np.random.default_rng(8).uniform(0.7, 1.3, (28, 28))
 
+GREY = (IMAGE[::2, ::2] * 8).round()
+
 
 def planted(row: Array, *, at: int = 1000, columns: bool = False) -> Array:
     lines = (HOST.T if columns else HOST).copy()
@@ -341,6 +361,7 @@ def noisy(share: float) -> Array:
         (planted(HOST[:40, 5] * 3 + 1), HOST[:40, :20]),
         (planted(EXTRACTOR[4] * 2), EXTRACTOR),
         (planted(IMAGE / 9, columns=True), IMAGE.ravel()),
+        (planted(GREY / 9), GREY),
     ],
     ids=[
         "scaled",
@@ -353,6 +374,7 @@ def noisy(share: float) -> Array:
         "a private column",
         "25 numbers",
         "image",
+        "image of 17 levels",
     ],
 )
 def test_a_copied_row_is_found_inside_another_tensor(value: Array, private: Array) -> None:
@@ -365,7 +387,7 @@ def test_a_copied_row_is_found_inside_another_tensor(value: Array, private: Arra
 def test_rows_of_independent_tensors_are_not_accused(seed: int) -> None:
     drawn = np.random.default_rng(seed)
     smooth = drawn.normal(size=(40, 900)).cumsum(axis=1)
-    others = [drawn.normal(size=(200, 150)), smooth[:20], np.ones((90, 90)), np.full(90, np.nan)]
+    others = [drawn.normal(size=(200, 150)), smooth[:20], np.ones((90, 90)), np.full(90, np.nan), np.ones((0, 30))]
     assert copied_rows(others, [drawn.normal(size=(64, 25)), TRAINED, np.eye(64), np.ones(70)]) == {}
 
 

@@ -141,6 +141,16 @@ def test_a_figure_without_a_test_does_not_decide_and_says_so() -> None:
     assert (both.result, present(both.headline).setting) == (Result.NOTHING, "b")
 
 
+def test_a_test_that_can_not_show_a_leak_costs_the_others_nothing_and_is_inconclusive() -> None:
+    # Of ten tests only one can be below 1 % / 1: a two-class device's labels are guessed with a probability of one half.
+    weak = Outcome("y", tuple(replace(_with(0.5, setting=str(at)), least_p=0.5) for at in range(9)))
+    assert _found(Outcome("x", (_with(0.009),)), weak).result is Result.LEAKED
+    assert _found(weak).result is Result.UNTESTED
+    # Three tests that reach 0.4 %: 1 % / 2 is enough for two, 1 % / 3 = 0.33 % for none of them.
+    some = [replace(_with(0.004, setting=str(at)), least_p=0.004) for at in range(3)]
+    assert [_found(Outcome("x", tuple(some[:n]))).result for n in (2, 3)] == [Result.LEAKED, Result.UNTESTED]
+
+
 def test_reports_without_a_leak_are_red_at_most_as_often_as_the_level_says() -> None:
     drawn = np.random.default_rng(11)
     audits = [
