@@ -9,6 +9,7 @@ import base64
 import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,13 @@ class Interval:
     def over(self, floor: float) -> Interval:
         """Return the distance above an exact number."""
         return Interval(self.value - floor, self.low - floor, self.high - floor)
+
+
+class Chance(NamedTuple):
+    """The probability of at least a gain if the update reveals nothing, and the smallest one that the test can give."""
+
+    p: float
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Measure(Value):
         *,
         gain: Interval | None = None,
         ceiling: float | None = None,
-        p: float | None = None,
+        chance: Chance | None = None,
     ) -> Figure:
         """Return a figure.
 
@@ -112,13 +120,13 @@ class Measure(Value):
             samples: number of samples behind the interval.
             gain: over the floor; None if the floor is exact: then it is the value's interval minus the floor.
             ceiling: the result with the device's own extractor.
-            p: probability of at least this gain if the update reveals nothing; None if unknown.
+            chance: of at least this gain if the update reveals nothing; None if unknown, as if it is not a number.
         """
         knowledge, (floor_is, least) = tuple(one for one in Knowledge if one in used), floor
         over = value.over(least) if gain is None else gain
-        return Figure(
-            self.name, self.title, setting, knowledge, value, least, floor_is, over, samples, ceiling, self.unit, p
-        )
+        tested = () if chance is None or np.isnan(chance.p) else chance
+        given = value, least, floor_is, over, samples, ceiling, self.unit
+        return Figure(self.name, self.title, setting, knowledge, *given, *tested)
 
     def paired(
         self,
@@ -129,13 +137,13 @@ class Measure(Value):
         seed: int,
         *,
         ceiling: float | None = None,
-        p: float | None = None,
+        chance: Chance | None = None,
     ) -> Figure:
-        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample; p: default of a sign test."""
+        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample; chance: default of a sign test."""
         floor_is, floor = best_of(floors)
-        gain, p = bootstrap(values - floor, seed), sign_test(values - floor) if p is None else p
-        least = (floor_is, float(floor.mean()))
-        return self.figure(setting, used, bootstrap(values, seed), least, len(values), gain=gain, ceiling=ceiling, p=p)
+        gain, tested = bootstrap(values - floor, seed), chance or sign_test(values - floor)
+        value, least = bootstrap(values, seed), (floor_is, float(floor.mean()))
+        return self.figure(setting, used, value, least, len(values), gain=gain, ceiling=ceiling, chance=tested)
 
 
 def best_of(guesses: Iterable[tuple[str, Values]]) -> tuple[str, Values]:
@@ -233,9 +241,10 @@ def bootstrap(values: Values, seed: int, statistic: Callable[[Values], float] = 
     return percentile_interval(float(statistic(values)), found)
 
 
-def sign_test(gains: Values) -> float:
+def sign_test(gains: Values) -> Chance:
     """Return the probability of at least as many positive gains [N] if each is positive with a probability of at most 1/2."""
-    return float(binomtest(int((gains > 0).sum()), len(gains), alternative="greater").pvalue)
+    likely = binomtest(int((gains > 0).sum()), len(gains), alternative="greater").pvalue
+    return Chance(float(likely), 2.0 ** -len(gains))
 
 
 def percentile_interval(value: float, resampled: Sequence[float]) -> Interval:
@@ -268,15 +277,20 @@ def reassigned(labels: NDArray[np.int64], members: Flags, seed: int, weight: int
         yield flags
 
 
-def chance(statistic: Callable[[Flags], Values], labels: NDArray[np.int64], members: Flags, seed: int) -> float:
+def least_of_swaps(pairs: int) -> float:
+    """Return the smallest probability that `reassigned` can give: it has 2^pairs different assignments."""
+    return max(1 / (1 + _REASSIGNED), 2.0**-pairs)
+
+
+def chance(statistic: Callable[[Flags], Values], labels: NDArray[np.int64], members: Flags, seed: int) -> Chance:
     """Return the probability of at least this statistic ([some, N] -> [some]) if "trained on" is assigned at random (`reassigned`)."""
     null = np.concatenate([statistic(some) for some in reassigned(labels, members, seed)])
-    return chance_in(float(statistic(members[None])[0]), null)
+    return Chance(chance_in(float(statistic(members[None])[0]), null), least_of_swaps(int(members.sum())))
 
 
 def chance_in(value: float, null: Values) -> float:
-    """Return the probability of at least this value, from values that were drawn without a leak (plus one, Phipson and Smyth 2010)."""
-    return (1 + int((null >= value - _TIE).sum())) / (1 + len(null))
+    """Return the probability of at least this value, from values that were drawn without a leak (plus one, Phipson and Smyth 2010); NaN of NaN."""
+    return value if np.isnan(value) else (1 + int((null >= value - _TIE).sum())) / (1 + len(null))
 
 
 _SSIM_WINDOW = 7  # Anti-GAN §5.1 has windows of 8x8, all pixels weighted alike; the library's are odd

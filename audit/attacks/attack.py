@@ -9,15 +9,17 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 
 from audit.choices import ATTACKS
 from audit.errors import TimeLimitError, UnknownAttackError
-from audit.evidence import Case, Truth, View
+from audit.evidence import Case, Knowledge, Truth, View
 from audit.measures import Control, Curve, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import ImageForm, TensorForm
+from fedcg.learning.training.batches import steps_of
 from fedcg.values import Value
 from fedcg.wire.parts import Part
 
@@ -132,13 +134,25 @@ class Attack(Value):
         found = list(self.carry_out(Trial(case, effort, case.streams.at(self.name), progress)))
         return Outcome(
             self.name,
-            tuple(one for one in found if isinstance(one, Figure)),
+            tuple(_as_sent(one, case) for one in found if isinstance(one, Figure)),
             tuple(one for one in found if isinstance(one, Control)),
             tuple(one for one in found if isinstance(one, Pictures)),
             tuple(one for one in found if isinstance(one, Curve)),
             tuple(one for one in found if isinstance(one, str)),
             seconds=round(time.perf_counter() - started, 1),
         )
+
+
+def _as_sent(figure: Figure, case: Case) -> Figure:
+    """Return a figure of gradients as one of the update if the device's round had a single step: its weight difference is a batch's gradient.
+
+    DP-SGD adds noise to that gradient, which these figures leave out.
+    """
+    params, privacy = case.view.method.params_type.model_validate(case.view.spec.params), case.truth.privacy
+    if privacy is None or privacy.dp_sgd is not None or steps_of(params, len(case.truth.train)) > 1:
+        return figure
+    sent = (Knowledge.UPDATE if one is Knowledge.BATCH else one for one in figure.knowledge)
+    return replace(figure, knowledge=tuple(dict.fromkeys(sent)))
 
 
 def carried_out(attack: Attack, case: Case, effort: Effort, progress: Progress, deadline: float) -> Outcome:

@@ -15,7 +15,7 @@ from scipy.stats import binom
 
 from audit.attacks.attack import Attack, Found, Progress, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
-from audit.measures import CONFIDENCE, Control, Figure, Flags, Interval, Measure, Values
+from audit.measures import CONFIDENCE, Chance, Control, Figure, Flags, Interval, Measure, Values
 from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
@@ -164,7 +164,7 @@ def _figures(
             floor,
             len(included),
             ceiling=None if given is None else best_bound(given, included, delta),
-            p=least_chance(scores, included, *(stated if is_private else (0.0, 0.0))),
+            chance=Chance(least_chance(scores, included, *(stated if is_private else (0.0, 0.0)))),
         )
 
 

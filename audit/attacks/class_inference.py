@@ -15,11 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined, networks
-from audit.measures import Control, Figure, Measure, Pictures, Values, png, ssim, unit_pixels
+from audit.measures import Chance, Control, Figure, Measure, Pictures, Values, chance_in, png, ssim, unit_pixels
 from audit.techniques.class_shares import last_layer
 from audit.techniques.image_decoder import ImageGenerator, descend
 from fedcg.learning.image_set import ImageSet
@@ -183,12 +184,21 @@ def without_class(view: View, target: int, most: int, stream: torch.Generator) -
     return replace(view, auxiliary=view.auxiliary.rows(known)), kept
 
 
-def chance_of_gain(values: Values, floors: Values, worth: float) -> float:
-    """Return the exact probability that GANs drawn at random from both groups [N] and [M] gain as much over the others, if the true gain is `worth` or less."""
+def chance_of_gain(values: Values, floors: Values, worth: float, *, share_noise: bool = False) -> Chance:
+    """Return the exact probability that GANs drawn at random from both groups [N] and [M] gain as much over the others, if the true gain is `worth` or less.
+
+    With `share_noise`, values follow one draw of the noise that each floor has alone: they are not independent. Then the
+    probability is at least Student's for the mean of the values as a single new draw beside the floors.
+    """
     pooled = np.concatenate([values - worth, floors])
     chosen = np.array(list(itertools.combinations(range(len(pooled)), len(values))))
     sums = pooled[chosen].sum(1)
-    return float((sums >= sums[0] - _TINY).mean())
+    likely = [chance_in(float(sums[0]), sums[1:])]
+    if share_noise:
+        deviation = max(float(floors.std(ddof=1)), _TINY) * (1 + 1 / len(floors)) ** 0.5
+        gain = (values.mean() - floors.mean() - worth) / deviation
+        likely.append(float(student(len(floors) - 1).sf(gain)))
+    return Chance(float(np.max(likely)), 1 / len(chosen))
 
 
 def with_noise(view: View, stream: torch.Generator) -> View:
@@ -237,9 +247,11 @@ def _scored(
         floors = {one: scores[one] for one in (*trivial, earlier)}
         values = scores[name]
         pairs = [(floor_is if one == earlier else one, np.resize(some, len(values))) for one, some in floors.items()]
-        found = measure.paired(setting, used, values, pairs, seed)
-        likely = max(chance_of_gain(values, some, _WORTH[measure]) for some in floors.values())
-        return replace(found, ceiling=real if real > found.floor else None, p=likely)
+        worth, noised = _WORTH[measure], {earlier} - {_UNTRAINED}
+        tested = [chance_of_gain(values, some, worth, share_noise=one in noised) for one, some in floors.items()]
+        chance = Chance(*np.max(tested, axis=0).tolist())
+        found = measure.paired(setting, used, values, pairs, seed, chance=chance)
+        return replace(found, ceiling=real if real > found.floor else None)
 
     for source in sources:
         used = frozenset({Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY}) | source.knowledge

@@ -111,7 +111,7 @@ class Setting(Value):
     @property
     def words(self) -> str:
         """The setting, as words for a report; unique within a run."""
-        what = {0: "weight difference of the round", 1: "one image"}.get(self.rows, f"batch of {self.rows}")
+        what = {0: "weight difference of the round", 1: "single images"}.get(self.rows, f"batch of {self.rows}")
         noise = f", noise of variance {self.deviation**2:.3g}" if self.deviation else ""
         labels = ", labels searched (DLG)" if self.how.soft_labels else ""
         prior = "with" if self.how.prior else "no"

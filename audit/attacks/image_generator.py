@@ -257,9 +257,9 @@ def right_blocks(make: Make, true: Scrambling, known: ImageSet, block: int) -> t
 
 def _key_figure(blocks: int, right: int) -> Figure:
     """Return the figure; 1 / k! bounds the probability that a random order of blocks has k in place (Markov's inequality)."""
-    used, likely = (Knowledge.UPDATE, Knowledge.AUXILIARY), 1 / math.factorial(right)
-    floor = "a block at random", 1 / blocks
-    return _KEY.figure("whole update", used, proportion(right, blocks), floor, blocks, p=likely)
+    likely = likenesses.Chance(1 / math.factorial(right), 1 / math.factorial(blocks))
+    used, floor = (Knowledge.UPDATE, Knowledge.AUXILIARY), ("a block at random", 1 / blocks)
+    return _KEY.figure("whole update", used, proportion(right, blocks), floor, blocks, chance=likely)
 
 
 def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:

@@ -19,7 +19,7 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Knowledge, View, networks
-from audit.measures import Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
+from audit.measures import Chance, Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
 from fedcg.learning.image_set import ImageSet
@@ -109,12 +109,14 @@ def guessed_batch(spec: FederationSpec, seen: BatchGradient, means: Means) -> Sh
 
 
 def trivial_guesses(view: View, streams: Streams) -> dict[str, torch.Tensor]:
-    """Return shares [C] that use nothing of the client: uniform, and the federation's mean, published or inferred from other updates."""
+    """Return shares [C] that use nothing of the client: uniform, and the federation's mean: published, or read from the aggregate before the round and inferred from other updates."""
     count = view.spec.class_count
     found = {"every class alike": torch.full((count,), 1 / count)}
     if view.before.label_distribution is not None:
-        found["the federation's published mean"] = torch.tensor(view.before.label_distribution)
-    elif view.others and Part.CLASSIFIER in view.update:
+        return {**found, "the federation's published mean": torch.tensor(view.before.label_distribution)}
+    if Part.CLASSIFIER in view.before.parts:
+        found["the mean read from the aggregate before the round"] = by_readout(view, view.before.parts, streams)
+    if view.others and Part.CLASSIFIER in view.update:
         shares = [by_readout(view, parts, streams) for parts in view.others.values()]
         found["the mean inferred from the others' updates"] = torch.stack(shares).mean(0)
     return found
@@ -158,16 +160,20 @@ def _distances(guesses: Iterable[torch.Tensor], truths: Values) -> Values:
     return found
 
 
-def chances(guesses: Shares, trivial: Shares, true: Values, examples: int, seed: int) -> dict[str, float]:
-    """Return the probability of at least this gain over the floor for each guess [C]: the largest over the attacker's possible beliefs."""
-    found = dict.fromkeys(guesses, 0.0)
+def chances(guesses: Shares, trivial: Shares, true: Values, examples: int, seed: int) -> dict[str, Chance]:
+    """Return the probability of at least this gain over the floor for each guess [C]: the largest over the attacker's possible beliefs.
+
+    The smallest that the test can give is that of the exact shares.
+    """
+    tried = {**guesses, "": torch.from_numpy(true)}  # the last: a perfect attack
+    found = dict.fromkeys(tried, 0.0)
     for centre in trivial.values():
         truths = np.vstack([true, drawn_truths(centre, trivial, true, examples, seed)])
         floors = _distances(trivial.values(), truths)
-        for name, guess in guesses.items():
+        for name, guess in tried.items():
             gains = floors - _distances([guess], truths)
-            found[name] = max(found[name], chance_in(gains[0], gains[1:]))
-    return found
+            found[name] = float(np.maximum(found[name], chance_in(gains[0], gains[1:])))
+    return {name: Chance(found[name], found[""]) for name in guesses}
 
 
 def _batch_chance(guesses: Counts, trivial: Sequence[Counts], truths: Counts, seed: int) -> float:
@@ -210,7 +216,7 @@ def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Fig
             len(rows),
             gain=interval(lambda shares: _distance(trivial[best], shares) - _distance(guess, shares)),
             ceiling=None if case.view.report.label_counts is None else 0.0,
-            p=likely[name],
+            chance=likely[name],
         )
 
     return (figure(name, guess[0]) for name, guess in guesses.items())
@@ -235,11 +241,12 @@ def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iter
     truths = found.pop("true")
     plain = {name: counts_of(shares, size).numpy().astype(np.int16) for name, shares in trivial.items()}
     floors = [(name, np.minimum(counts, truths).sum(1) / size) for name, counts in plain.items()]
+    least = _batch_chance(truths, list(plain.values()), truths, streams.seed("orders"))
     for name, guesses in found.items():
         setting, used = f"batches of {size}, {name}", (Knowledge.BATCH, Knowledge.BEFORE, *extra)
-        p = _batch_chance(guesses, list(plain.values()), truths, streams.seed("orders"))
+        likely = Chance(_batch_chance(guesses, list(plain.values()), truths, streams.seed("orders")), least)
         right = np.minimum(guesses, truths).sum(1) / size
-        yield _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), p=p)
+        yield _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), chance=likely)
 
 
 def single_class_control(case: Case) -> Control:
@@ -250,7 +257,9 @@ def single_class_control(case: Case) -> Control:
     model, streams = initial_parts(spec, spec_root(spec.seed)), case.streams.at("labels", "single class")
     some = _images_of(case.truth.train, 1, min(_BATCHES))
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
-    found = guessed_batch(spec, seen, probe_means(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
+    auxiliary = case.view.auxiliary if case.view.shares_extractor else None
+    parts = {part: model[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
+    found = guessed_batch(spec, seen, probe_means(spec, parts, streams, auxiliary))
     true = torch.tensor(some.label_counts())
     worst = min(float(torch.minimum(counts, true).sum()) / len(some) for counts in found.values())
     return Control("A batch of one class, untrained LeNet5 with sigmoids: correct labels", worst, "1", worst > 0.99)

@@ -18,7 +18,7 @@ from sklearn.metrics import roc_curve
 from audit import measures
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined
-from audit.measures import Control, Curve, Figure, Flags, Interval, Measure, Pictures, Values
+from audit.measures import Chance, Control, Curve, Figure, Flags, Interval, Measure, Pictures, Values
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
@@ -66,7 +66,7 @@ def membership_figures(scores: MemberScores, members: Flags, labels: torch.Tenso
     (inside, outside), blind = sides(scores.score, members), sides(scores.blind, members)
     given = None if scores.given is None else sides(scores.given, members)
 
-    def likely(of: Callable[[Values, Flags], Values], least: float) -> float:
+    def likely(of: Callable[[Values, Flags], Values], least: float) -> Chance:
         return chance_of_gain(of, least, (scores.score, scores.blind), members, labels, seed)
 
     yield _AUC.figure(
@@ -77,7 +77,7 @@ def membership_figures(scores: MemberScores, members: Flags, labels: torch.Tenso
         len(members),
         gain=auc_gain(scores.score, scores.blind, members, seed),
         ceiling=None if given is None else auc(*given),
-        p=likely(aucs, _AUC_OF_CHANCE),
+        chance=likely(aucs, _AUC_OF_CHANCE),
     )
     for rate in RATES:
         if rate * len(outside) >= FEWEST_PASSED:
@@ -88,7 +88,7 @@ def membership_figures(scores: MemberScores, members: Flags, labels: torch.Tenso
                 (scores.floor_is, max(rate, true_positive_rate(*blind, rate).value)),
                 len(members),
                 ceiling=None if given is None else true_positive_rate(*given, rate).value,
-                p=likely(functools.partial(true_positive_rates, rate=rate), rate),
+                chance=likely(functools.partial(true_positive_rates, rate=rate), rate),
             )
 
 
@@ -99,7 +99,7 @@ def chance_of_gain(
     members: Flags,
     labels: torch.Tensor,
     seed: int,
-) -> float:
+) -> Chance:
     """Return the probability of at least this gain if "trained on" were random within each class.
 
     Args:
@@ -180,7 +180,7 @@ def roc(members: Values, others: Values, points: int = 60) -> tuple[tuple[float,
 _FLOOR_IS = "the same without the update: a model of auxiliary images only, and their features instead of generated ones; or chance"
 _TINY = 1e-9
 _LIRA_MODELS = 8  # with fewer, a deviation per image is not a usable estimate
-_FEWEST, _SHOWN = 10, 8
+_FEWEST, _SHOWN = 14, 8  # 2^-14 is the smallest probability of 14 pairs
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
 _PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' deviation
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)

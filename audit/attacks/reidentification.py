@@ -14,7 +14,7 @@ import torch
 
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, WholeModel, joined, networks
-from audit.measures import Control, Figure, Measure, Values, proportion, unit_pixels
+from audit.measures import Chance, Control, Figure, Measure, Values, proportion, unit_pixels
 from audit.techniques import gradients
 from audit.techniques.shadow_models import Target, learnt_by_heart, log_ratio
 from fedcg.learning.image_set import ImageSet
@@ -81,17 +81,17 @@ def ranks(found: Sequence[torch.Tensor], line_ups: Sequence[LineUp]) -> Values:
     return np.array([float((some <= right + _SURE * right.abs()).sum()) for some, right in pairs])
 
 
-def _uniform_chance(places: Values, line_ups: Sequence[LineUp]) -> float:
+def _uniform_chance(places: Values, line_ups: Sequence[LineUp]) -> Chance:
     """Return the probability of as many right images at rank 1 if every candidate is as likely, for independent line-ups."""
     counts = np.ones(1)
     for one in line_ups:
         counts = np.convolve(counts, [1 - 1 / len(one.rows), 1 / len(one.rows)])
-    return min(1.0, float(counts[int((places == 1).sum()) :].sum()))
+    return Chance(min(1.0, float(counts[int((places == 1).sum()) :].sum())), float(counts[-1]))
 
 
 def chance_of_update(
     found: Sequence[torch.Tensor], line_ups: Sequence[LineUp], labels: torch.Tensor, device: int
-) -> float:
+) -> Chance:
     """Return the probability of as many right images at rank 1 if "trained on" were assigned at random among the device's images of each class.
 
     The images of a class share their other candidates, so one of these with a high score keeps all from rank 1: ranks are
@@ -105,7 +105,7 @@ def chance_of_update(
         labels: of the pool.
         device: number of the device's images, which are first in the pool.
     """
-    hits, counts = int((ranks(found, line_ups) == 1).sum()), np.ones(1)
+    hits, counts, least = int((ranks(found, line_ups) == 1).sum()), np.ones(1), 1.0
     by_class: dict[int, list[tuple[torch.Tensor, LineUp]]] = {}
     for some, one in zip(found, line_ups, strict=True):
         by_class.setdefault(int(labels[one.right]), []).append((some, one))
@@ -116,10 +116,11 @@ def chance_of_update(
         mine = torch.cat([each[line_up.rows == line_up.right] for each, line_up in group])
         nearest = others[~is_own].min() if not is_own.all() else torch.tensor(torch.inf)
         above = int((mine < nearest).sum() + (others[is_own] < nearest).sum())
-        number, all_own = np.arange(min(above, len(mine))), len(mine) + int(is_own.sum())
+        number, all_own = np.arange(len(mine)), len(mine) + int(is_own.sum())
         at_least = np.concatenate([[1.0], np.cumprod((len(mine) - number) / (all_own - number))])
+        at_least, least = at_least[: above + 1], least * float(at_least[-1])
         counts = np.convolve(counts, at_least - np.append(at_least[1:], 0.0))
-    return min(1.0, float(counts[hits:].sum()))
+    return Chance(min(1.0, float(counts[hits:].sum())), least)
 
 
 def _line_ups(pool: ImageSet, wanted: Sequence[int], first: int, streams: Streams) -> list[LineUp]:
@@ -145,7 +146,7 @@ def _pool(case: Case) -> ImageSet:
 
 
 def _figures(
-    what: str, observed: Knowledge, found: Mapping[Extractor, tuple[Values, float]], line_ups: Sequence[LineUp]
+    what: str, observed: Knowledge, found: Mapping[Extractor, tuple[Values, Chance]], line_ups: Sequence[LineUp]
 ) -> Iterator[Figure]:
     """Yield a figure for the ranks and their chance with every extractor; that of the device's own extractor is the ceiling."""
     sizes = [len(one.rows) for one in line_ups]
@@ -158,7 +159,7 @@ def _figures(
             ("a random candidate of the class", float(np.mean([1 / size for size in sizes]))),
             len(line_ups),
             ceiling=None if source is Extractor.TRUE else ceiling,
-            p=likely,
+            chance=likely,
         )
 
 
@@ -209,7 +210,7 @@ def _control_of_update(case: Case, pool: ImageSet, rows: Sequence[int], streams:
     line_ups = _line_ups(pool, rows, len(case.truth.train), streams)
     found = rises(target, pool, line_ups, streams)
     share = float((ranks(found, line_ups) == 1).mean())
-    likely = chance_of_update(found, line_ups, pool.labels, len(case.truth.train) + len(case.truth.held_out))
+    likely = chance_of_update(found, line_ups, pool.labels, len(case.truth.train) + len(case.truth.held_out)).p
     title = f"share ranked first, from the update of a whole model that memorised {len(rows)} images with random labels"
     return Control(title, share, "above chance (p below 1 %)", likely < _CONTROL_CHANCE)
 

@@ -71,7 +71,7 @@ class Knowledge(str, Enum):
     """What an attacker uses in addition to the spec. The values are the words of the report."""
 
     UPDATE = "the update"
-    BATCH = "the gradient of one batch instead of an update"
+    BATCH = "gradients of single batches, which no device sends"
     BEFORE = "the aggregate that the round started from"
     OTHERS = "the updates of the other clients"
     START = "the private networks' initial weights, as derived from the public seed"

@@ -141,18 +141,23 @@ def linear_inputs(model: WholeModel, pixels: torch.Tensor) -> torch.Tensor:
     return caught[0]
 
 
-def standardised(features: torch.Tensor, spec: FederationSpec) -> torch.Tensor:
+def standardised(features: torch.Tensor, spec: FederationSpec, least: float = 0.0) -> torch.Tensor:
     """Scale inputs of the first linear layer [N, D] to mean 0 and deviation 1 per map of each image; without maps, per image.
 
     This keeps the positions where a map is bright, which extractors with a common start share; they do not share levels
     and spreads.
+
+    Args:
+        features: [N, D].
+        spec: of the federation.
+        least: share of the maps' mean variance that is added to each variance, so that noise in a constant map stays small.
     """
     shape = feature_shape(spec)
     maps = shape[0] if math.prod(shape) == features.shape[1] > shape[0] else 1
     split = features.unflatten(1, (maps, -1))
     spread = split.var(dim=2, keepdim=True, unbiased=False) + _TINY
     level = split.mean(dim=2, keepdim=True)
-    result: torch.Tensor = ((split - level) / spread.sqrt()).flatten(1)
+    result: torch.Tensor = ((split - level) / (spread + least * spread.mean(1, keepdim=True)).sqrt()).flatten(1)
     return result
 
 

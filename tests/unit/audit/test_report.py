@@ -231,10 +231,11 @@ def test_an_assignment_swaps_pairs_of_a_class_and_the_chance_counts_at_least_the
     # Both members of class 1 stay in a quarter of the assignments, the one of class 0 in half.
     assert flags.mean(0) == pytest.approx(0.5, abs=0.02)
     assert (flags == members).all(1).mean() == pytest.approx(1 / 8, abs=0.01)
-    assert measures.chance(lambda some: (some == members).all(1).astype(float), labels, members, 0) == pytest.approx(
-        1 / 8, abs=0.01
-    )
+    found = measures.chance(lambda some: (some == members).all(1).astype(float), labels, members, 0)
+    assert found.p == pytest.approx(found.least, abs=0.01)
+    assert found.least == 1 / 8  # three pairs: 2³ assignments
     assert measures.chance_in(2.0, np.array([1.0, 2.0, 3.0])) == 3 / 4
+    assert np.isnan(measures.chance_in(np.nan, np.array([np.nan])))
 
 
 def test_a_share_of_none_has_the_exact_upper_bound() -> None:

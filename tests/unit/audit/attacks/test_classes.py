@@ -10,7 +10,7 @@ from torch import nn
 from audit.attacks import class_inference, label_distribution
 from audit.attacks.attack import Effort
 from audit.attacks.class_inference import recognised, trained_judges
-from audit.evidence.case import Case, Knowledge
+from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.networks import of_simulated_client, trained_alone
 from audit.measures import Figure, Outcome, unit_pixels
 from audit.techniques import class_shares
@@ -50,11 +50,27 @@ def test_an_update_equal_to_the_aggregate_before_the_round_is_no_leak() -> None:
 def test_the_chance_of_a_gain_counts_every_split_of_the_gans_and_asks_for_more_than_the_worth() -> None:
     # Of 4! / (2! 2!) = 6 splits, one is as large as (0.9, 0.8) over (0.2, 0.1).
     values, floors = np.array([0.9, 0.8]), np.array([0.2, 0.1])
-    assert class_inference.chance_of_gain(values, floors, 0.1) == pytest.approx(1 / 6)
-    assert class_inference.chance_of_gain(floors, values, 0.0) == 1.0
+    assert class_inference.chance_of_gain(values, floors, 0.1) == pytest.approx((1 / 6, 1 / 6))
+    assert class_inference.chance_of_gain(floors, values, 0.0).p == 1.0
     # The demo's 99.4 % over 99.2 % in all of 8 and 8 GANs: less than the worth of 10 points.
-    assert class_inference.chance_of_gain(np.full(8, 0.994), np.full(8, 0.992), 0.1) == 1.0
-    assert class_inference.chance_of_gain(np.full(8, 0.994), np.full(8, 0.8), 0.1) == pytest.approx(1 / 12870)
+    assert class_inference.chance_of_gain(np.full(8, 0.994), np.full(8, 0.992), 0.1).p == 1.0
+    assert class_inference.chance_of_gain(np.full(8, 0.994), np.full(8, 0.8), 0.1).p == pytest.approx(1 / 12870)
+
+
+def test_gans_that_share_one_updates_noise_are_one_draw() -> None:
+    drawn, found = np.random.default_rng(5), []
+    for _ in range(1000):
+        noise, own = drawn.normal(scale=0.05, size=6), drawn.normal(scale=0.01, size=(2, 5))
+        both = 0.4 + noise[0] + own[0], 0.3 + noise[1:] + own[1]
+        found.append([class_inference.chance_of_gain(*both, 0.1, share_noise=one).p < 0.01 for one in (False, True)])
+    alone, shared = np.mean(found, axis=0)
+    assert shared < 0.02 < 0.1 < alone
+    scores = {"surrogate": np.full(8, 0.95), "before the round, with noise (surrogate)": np.linspace(0, 0.8, 8)}
+    scores |= {"positive control": np.ones(5), "the same attack on the untrained start": np.zeros(5)}
+    (figure, _) = class_inference._scored(class_inference._RECOGNISED, scores, [Extractor.SURROGATE], [], 0)
+    assert isinstance(figure, Figure)
+    assert present(figure.p) > 0.05  # a permutation's: `least_p`
+    assert figure.least_p == pytest.approx(1 / 12870)
 
 
 def test_the_aggregate_with_noise_is_as_far_from_it_as_the_update() -> None:
@@ -212,6 +228,7 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     assert shares.knowledge == (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
     assert shares.gain.low > 0.1
     assert present(shares.p) < 0.01
+    assert all(0 < one.least_p <= present(one.p) for one in outcome.figures)
     assert shares.gain.value == pytest.approx(shares.floor - shares.value.value)
     of_batches = figure(outcome, "label_accuracy", "batches of 32, bias")
     assert of_batches.gain.low > 0
@@ -243,9 +260,27 @@ def test_without_a_leak_the_probability_of_a_gain_is_not_small_too_often(seed: i
     trivial, found = label_distribution.trivial_guesses(case.view, streams), []
     for concentration in (0.1, 0.5, 3.0, 100.0) * 5:
         true = drawn.multinomial(100, drawn.dirichlet([concentration] * 10)) / 100
-        found.append(list(label_distribution.chances(guesses, trivial, true, 100, seed).values()))
+        found.append([one.p for one in label_distribution.chances(guesses, trivial, true, 100, seed).values()])
     for level, most in ((0.01, 2), (0.1, 6), (0.5, 16)):  # of 20: more than this has a probability below 0.003
         assert (np.array(found) <= level).sum(0).max() <= most
+
+
+def test_two_classes_are_too_few_for_a_test_of_their_shares() -> None:
+    true, alike = np.array([0.8, 0.2]), {"every class alike": torch.tensor([0.5, 0.5])}
+    found = label_distribution.chances({"exact": torch.from_numpy(true)}, alike, true, 100, 0)["exact"]
+    assert found.p == found.least > 0.1
+
+
+def test_the_federations_uneven_shares_in_the_aggregate_before_the_round_are_no_leak() -> None:
+    case = simulated_case(method="fedsplit")
+    streams, before = case.streams.at("labels"), case.view.before.parts[Part.CLASSIFIER]
+    parts = {Part.CLASSIFIER: {**before, "5.bias": before["5.bias"] + torch.linspace(0, 2, 10)}}
+    view = replace(case.view, before=replace(case.view.before, parts=parts), update=parts, others={})
+    counts = label_distribution.counts_of(class_shares.by_readout(view, parts, streams), len(case.truth.train)).long()
+    train = replace(case.truth.train, labels=torch.arange(10).repeat_interleave(counts))
+    guesses, trivial = inferred(view, streams, 4, 200, lambda: None), label_distribution.trivial_guesses(view, streams)
+    uneven = replace(case, view=view, truth=replace(case.truth, train=train))
+    assert all(present(one.p) > 0.5 for one in label_distribution.update_figures(uneven, guesses, trivial))
 
 
 @pytest.mark.parametrize(("balance", "least"), [("none", True), ("logits", False)])

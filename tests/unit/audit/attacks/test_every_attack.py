@@ -10,9 +10,10 @@ import torch
 from audit.attacks.attack import Effort, get_attack
 from audit.attacks.class_inference import target_class
 from audit.choices import ATTACKS
-from audit.evidence import Case
+from audit.evidence import Case, Knowledge
+from audit.measures import Interval
 from fedcg.learning.image_set import ImageSet
-from tests.support.audit import TRANSLATING, WHOLE_MODEL, WITH_GENERATOR, outcome_of, simulated_case
+from tests.support.audit import TRANSLATING, WHOLE_MODEL, WITH_GENERATOR, attack, figure, outcome_of, simulated_case
 
 Setting = dict[str, Any]
 Change = Callable[[Case], Case]
@@ -39,6 +40,16 @@ def test_it_repeats_itself_counts_its_steps_and_leaves_torchs_random_state_alone
     assert {total for _, total in steps} == {steps[0][1]}
     assert len({(one.name, one.setting) for one in found.figures}) == len(found.figures)
     assert all(one.value.low <= one.value.value <= one.value.high for one in found.figures)
+
+
+def test_the_gradient_of_a_rounds_only_step_is_its_update_unless_dp_sgd_adds_noise() -> None:
+    case = simulated_case(method="fedsplit")
+    found = replace(figure("x", Interval(0, 0, 0)), knowledge=(Knowledge.BATCH,))
+    spec = case.view.spec.model_copy(update={"params": {**case.view.spec.params, "steps": 1}})
+    short = seen(spec=spec)(case)
+    for one, is_of_update in ((case, False), (short, True), (true(privacy=None)(short), False)):
+        outcome = replace(attack("x"), carry_out=lambda _: [found]).run(one, Effort.QUICK, lambda done, total: None)
+        assert outcome.figures[0].is_of_update == is_of_update
 
 
 def test_every_attack_is_tried_here_but_the_one_that_a_quick_audit_leaves_out() -> None:

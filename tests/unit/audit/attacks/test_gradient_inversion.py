@@ -111,26 +111,19 @@ def test_batches_and_the_whole_round_are_tried_by_default(
     assert len(outcome.pictures[1].rows) == 1 + single
 
 
-def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_either() -> None:
-    case = simulated_case(method="fedsplit")
-    images = case.truth.train.rows(range(8))
-    pixels, stream = images.images / 255.0, torch.Generator().manual_seed(1)
-    floors = {name: (guess, pixels) for name, guess in trivial_images(case.view, images, stream)}
-    mean, _ = floors["the mean auxiliary image of its class"]
-    of_floor = Reconstructions(mean, pixels, floors).figure("psnr", "", (), None, 1)
-    assert (of_floor.gain.value, of_floor.gain.high) == (0, 0)
-    assert Reconstructions((pixels + 0.01).clamp(0, 1), pixels, floors).figure("psnr", "", (), None, 1).gain.low > 3
-    assert Reconstructions(pixels.roll(1, 0), pixels, floors).figure("psnr", "", (), None, 1).gain.value < 0
-
-
-def test_images_of_another_observation_are_no_leak() -> None:
+def test_only_guesses_of_the_right_images_gain_over_the_floor() -> None:
     case = simulated_case(method="fedsplit")
     images = case.truth.train.rows(range(16))
-    pixels = unit_pixels(images.images)
-    floors = {"mean": (pixels.mean(0).expand_as(pixels), pixels)}
-    for guesses, least, most in ((0.9 * pixels, 0.0, 2**-16), (pixels.roll(1, 0), 0.5, 1.0)):
-        p = present(Reconstructions(guesses, pixels, floors).figure("psnr", "", (), None, 1).p)
-        assert least <= p <= most
+    pixels, stream = unit_pixels(images.images), torch.Generator().manual_seed(1)
+    floors = {name: (guess, pixels) for name, guess in trivial_images(case.view, images, stream)}
+    mean, _ = floors["the mean auxiliary image of its class"]
+    tried = mean, (pixels + 0.01).clamp(0, 1), pixels.roll(1, 0)  # the last: images of another observation
+    floor, right, other = (Reconstructions(one, pixels, floors).figure("psnr", "", (), None, 1) for one in tried)
+    assert (floor.gain.value, floor.gain.high, floor.p) == (0, 0, 1)
+    assert right.gain.low > 3
+    assert right.p == right.least_p == 2**-16
+    assert other.gain.value < 0
+    assert present(other.p) >= 0.5
 
 
 def test_principal_components_give_the_mean_image_of_a_class_and_unit_coefficients() -> None:

@@ -113,12 +113,12 @@ def test_the_chance_of_scores_of_nothing_is_uniform_and_that_of_members_small() 
     labels, members = torch.arange(100) % 5, np.tile(np.repeat([True, False], 5), 10)
     drawn, none = np.random.default_rng(2), np.zeros(100)
     for of, least in ((aucs, 0.5), (functools.partial(membership.true_positive_rates, rate=0.1), 0.1)):
-        found = [chance_of_gain(of, least, (drawn.normal(size=100), none), members, labels, at) for at in range(60)]
+        found = [chance_of_gain(of, least, (drawn.normal(size=100), none), members, labels, at).p for at in range(60)]
         assert np.mean(np.array(found) < 0.2) < 0.4  # 12 of 60 expected
-        assert chance_of_gain(of, least, (members + 0.3 * drawn.normal(size=100), none), members, labels, 0) < 1e-3
+        assert chance_of_gain(of, least, (members + 0.3 * drawn.normal(size=100), none), members, labels, 0).p < 1e-3
     # What is as good without the update is no gain.
     shifted = members + 0.3 * drawn.normal(size=100)
-    assert chance_of_gain(aucs, 0.5, (shifted, shifted), members, labels, 0) > 0.4
+    assert chance_of_gain(aucs, 0.5, (shifted, shifted), members, labels, 0).p > 0.4
 
 
 def test_rates_are_given_only_where_enough_images_pass_and_each_figure_has_a_test() -> None:
@@ -128,7 +128,7 @@ def test_rates_are_given_only_where_enough_images_pass_and_each_figure_has_a_tes
     # At 5 % of 150 others seven may pass, at 1 % one: too few.
     assert [(one.name, one.setting) for one in figures] == [("mia_auc", "x"), ("mia_tpr", "x, at 5.0%")]
     assert [one.value.value for one in figures] == [1.0, 1.0]
-    assert [one.p for one in figures] == [pytest.approx(1 / 20_001)] * 2
+    assert [one.p for one in figures] == [one.least_p for one in figures] == [pytest.approx(1 / 20_001)] * 2
 
 
 @functools.lru_cache(maxsize=1)
@@ -157,13 +157,6 @@ def _nothing() -> None:
     pass
 
 
-@pytest.mark.slow
-def test_scores_find_what_a_model_learnt_by_heart() -> None:
-    target, seen, unseen, case = _overfitted()
-    for score in (ml_leaks, rmia):
-        assert auc(score(target, seen, case.streams), score(target, unseen, case.streams)) > 0.8, score.__name__
-
-
 def test_ppidsgs_attack_tells_the_victims_images_from_those_of_other_clients() -> None:
     target, seen, unseen, case = _overfitted()
     beside = replace(target, others=target.references[1])
@@ -183,12 +176,12 @@ def test_other_clients_models_are_references_as_good_as_shadow_models() -> None:
     assert auc(by_others, rmia_by_others(beside, unseen, case.streams)) > 0.8
 
 
-def test_images_that_samples_were_taken_from_are_found_and_the_sum_of_both_scores_keeps_them() -> None:
+def test_images_learnt_by_heart_or_copied_by_samples_are_found_and_the_sum_of_both_scores_keeps_them() -> None:
     target, seen, unseen, case = _overfitted()
     features = torch.stack([target.victim.features(one[None].float() / 255).flatten().detach() for one in seen.images])
     planted = GeneratorDistance(features, seen.labels)
-    for score in (planted, planted.with_classifier):
-        assert auc(score(target, seen, case.streams), score(target, unseen, case.streams)) > 0.9
+    for score, least in ((ml_leaks, 0.8), (rmia, 0.8), (planted, 0.9), (planted.with_classifier, 0.9)):
+        assert auc(score(target, seen, case.streams), score(target, unseen, case.streams)) > least
 
 
 def _rmia(found: Outcome) -> Figure:
