@@ -53,14 +53,16 @@ def observe(
         stop, until_finished=until_finished, on_ready=lambda: print_data(ready) if as_json else typer.echo("ready")
     )
     if not as_json:
-        typer.echo(f"Next: fedcg audit compare --observed {out} --private STATE.safetensors")
+        typer.echo(f"Next: fedcg audit compare --observed {out} --private STORE --data IMAGES")
 
 
 @app.command()
 @prints
 def compare(
     observed: Annotated[Path, typer.Option(help="an observer's folder")],
-    private: Annotated[list[Path], typer.Option(help="safetensors file with private weights; repeat for more")],
+    private: Annotated[
+        list[Path], typer.Option(help="the agent's store, or a safetensors file with private weights; repeat for more")
+    ],
     data: Annotated[
         Path | None, typer.Option(help="the device's images: also search for them and for their features")
     ] = None,
@@ -69,9 +71,9 @@ def compare(
 
     The parts extractor and discriminator of the files count as private, and their change from each file to the next.
     Rows and columns are found at any position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
-    bits. Exit code 1 if something leaked. The output states what this check does not see.
+    bits. Exit code 1 if something leaked or an artifact can't be decoded. The output states what this check does not see.
 
-    Example: fedcg audit compare --observed record --private state.safetensors
+    Example: fedcg audit compare --observed record --private /var/lib/fedcg/agent --data /data/images
     """
     from audit.recording.leakage import check_recording
 
@@ -81,8 +83,7 @@ def compare(
 
         more = inputs_and_features(read_updates(observed).spec, data, private)
     result = check_recording(observed, private, more)
-    text = "\n".join([result.summary(), *(f"LEAK: {match}" for match in result.matches)])
-    return result.record(), text, 0 if result.is_clean else FAILED
+    return result.record(), result.summary(), 0 if result.is_clean else FAILED
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Reads the device's own data: its images, split as the agent split them, and its private weights. Nothing of it is sent."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from audit.errors import DecodeError, TruthError
 from audit.evidence.case import Truth, View
-from audit.recording.leakage import PrivateTensor
+from audit.recording.leakage import PrivateTensor, state_files
+from fedcg.imaging import decode_image, read_file
 from fedcg.learning.client import Client
 from fedcg.learning.data.image_folder import LocalImages, from_arrays, read_images, split_source
 from fedcg.learning.image_set import ImageSet
@@ -156,14 +157,21 @@ def own_view(view: View, place: Path | None, data: Path) -> View:
 
 
 def inputs_and_features(spec: FederationSpec, data: Path, private: Sequence[Path]) -> list[PrivateTensor]:
-    """Return the device's images, by rows and by columns, and their features behind each extractor in its files, as numbers that must not be sent.
+    """Return the device's images, as files and as the network's input, by rows and by columns, and their features behind each extractor in its files, as numbers that must not be sent.
 
     Raises:
         DataError: images can't be read.
     """
-    images = read_images(data, spec.classes, spec.input).images.images
-    kinds = [("input", images), *([("input by columns", images.transpose(-1, -2))] if images.ndim == 4 else [])]
-    extractors = [_tensors(file, slot).get(Part.EXTRACTOR.value) for file in private for slot in ("personal", "after")]
+    found = read_images(data, spec.classes, spec.input)
+    images = found.images.images
+    kinds: list[tuple[str, Iterable[torch.Tensor]]] = [("input", images)]
+    if data.is_dir() and images.ndim == 4:  # files are often smaller than the network's input
+        contents = (read_file(data / one.path) for one in found.entries)
+        files = [torch.from_numpy(decode_image(some, spec.image, resize=False)).movedim(-1, 0) for some in contents]
+        kinds.append(("file", [one for one in files if one.numel() < images[0].numel()]))
+    kinds += [(f"{kind} by columns", [one.mT for one in some]) for kind, some in kinds if images.ndim == 4]
+    states = state_files(private)
+    extractors = [_tensors(file, slot).get(Part.EXTRACTOR.value) for file in states for slot in ("personal", "after")]
     kinds += [
         ("features of input", extract_features(load_part(spec, Part.EXTRACTOR, weights), images, spec))
         for weights in extractors

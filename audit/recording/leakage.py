@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -184,8 +185,9 @@ def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
 UNSEEN = (
-    "This check does not see numbers that were transformed non-linearly, mixed, spread over many tensors or reordered within a row, "
-    "nor rows of fewer than 24 numbers, pieces of fewer than 95, nor low bits: one free bit in each weight is a channel."
+    "This check does not see numbers that were transformed one by one, non-linearly or by a ramp, left out, mixed, spread over many "
+    "tensors or reordered within a row, rows of fewer than 24 numbers, pieces of fewer than 95, features of other layers, text in "
+    "headers, nor low bits: one free bit in each weight is a channel."
 )
 
 
@@ -193,6 +195,7 @@ class Check(Value):
     """Outcome of a check: the amount compared, and the leaks.
 
     Attributes:
+        undecoded: artifacts that were only searched as raw bytes, so that nothing is known of them.
         too_short: private tensors with too few or too equal numbers to be found, but as raw bytes.
         sealed: whether the numbers of sealed sums reveal anything.
         without_base: tensors that are differences from an aggregate that was not recorded, by aggregate; they were
@@ -200,6 +203,7 @@ class Check(Value):
     """
 
     artifacts: int
+    undecoded: int
     wire_tensors: int
     private_tensors: int
     too_short: int
@@ -209,13 +213,14 @@ class Check(Value):
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing leaked."""
-        return not self.matches and self.sealed.is_fair
+        """Whether every artifact was compared and nothing leaked."""
+        return not self.matches and not self.undecoded and self.sealed.is_fair
 
     def record(self) -> dict[str, object]:
         """Return the check as JSON values."""
         return {
             "artifacts": self.artifacts,
+            "undecoded": self.undecoded,
             "wire_tensors": self.wire_tensors,
             "private_tensors": self.private_tensors,
             "too_short": self.too_short,
@@ -225,27 +230,46 @@ class Check(Value):
         }
 
     def summary(self) -> str:
-        """Return one line for a person, and one for each missing aggregate."""
+        """Return lines for a person: what was compared, what was not, and each place that leaks with its strongest match."""
         missed = "".join(
             f"\n{count} tensors are differences from aggregate {base}, which was not recorded: only compared as differences"
             for base, count in sorted(self.without_base.items())
         )
+        missed += f"\n{self.undecoded} artifacts can't be decoded: nothing is known of them" * bool(self.undecoded)
         sealed = f"\n{self.sealed}" if self.sealed.tensors else ""
+        places = Counter((match.artifact, match.tensor) for match in self.matches)
+        strongest = {
+            match.artifact + match.tensor: match for match in sorted(self.matches, key=lambda one: one.correlation)
+        }
+        leaks = (
+            f"\nLEAK: {match}"
+            + f", and {places[match.artifact, match.tensor] - 1} more" * (places[match.artifact, match.tensor] > 1)
+            for match in strongest.values()
+        )
         return (
             f"compared {self.wire_tensors} tensors of {self.artifacts} recorded artifacts "
             f"with {self.private_tensors} private tensors ({self.too_short} too short or constant to be found): "
-            f"{len(self.matches)} leaks{missed}{sealed}\n{UNSEEN}"
+            f"{len(places)} leaks{missed}{sealed}{''.join(leaks)}\n{UNSEEN}"
         )
 
 
+def state_files(places: Iterable[Path]) -> list[Path]:
+    """Return the files, and for each agent's store those of its last two rounds."""
+    return [
+        file
+        for place in places
+        for file in (sorted(place.glob("generations/*/state.safetensors")) if place.is_dir() else [place]) or [place]
+    ]
+
+
 def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
-    """Read the tensors of private parts in safetensors files; keys may have prefixes (`private/extractor/conv.weight`).
+    """Read the tensors of private parts in safetensors files or agents' stores; keys may have prefixes (`private/extractor/conv.weight`).
 
     Raises:
         DecodeError: a file can't be read, or holds no private part (an empty check would prove nothing).
     """
     tensors = []
-    for path in files:
+    for path in state_files(files):
         try:
             found = [
                 PrivateTensor(str(path), key, value)
@@ -309,20 +333,29 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
         DecodeError: a file of private weights can't be used.
     """
     try:
-        listed = json.loads((observed / WIRE_FILE).read_text())["artifacts"]
-        blobs = {str(entry["id"]): (observed / ARTIFACTS / entry["id"]).read_bytes() for entry in listed}
+        listed = {str(entry["id"]) for entry in json.loads((observed / WIRE_FILE).read_text())["artifacts"]}
+        blobs = {path.name: path.read_bytes() for path in sorted((observed / ARTIFACTS).glob("*")) if path.is_file()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CaptureError(f"{observed} is not an observer's folder: {error}") from error
+    if missing := sorted(listed - blobs.keys()):
+        raise CaptureError(
+            f"{observed} lacks artifact {missing[0]}, which its {WIRE_FILE} lists: copy the whole folder"
+        )
+    if damaged := [name for name, data in blobs.items() if sha256(data).hexdigest() != name]:
+        raise DecodeError(f"{observed / ARTIFACTS / damaged[0]} is damaged: its sha256 is not its name")
     weights = private_tensors(private)
     weights += changes(weights)
     inspections: dict[str, Inspection] = {}
     for artifact, data in blobs.items():
         with suppress(WireError):  # a spec, and bytes that can't be decoded, are still searched as raw bytes
             inspections[artifact] = inspect(data)
+    undecoded = sum(name not in inspections and not data.startswith(b"{") for name, data in blobs.items())
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     secrets = [*weights, *more]
     matches = compare(seen, secrets) + find_bytes(payloads, secrets)
     sealed = SealedBits.of([worst for one in inspections.values() for worst in worst_bits(one).values()])
     short = len(secrets) - searchable([one.value for one in secrets])
-    return Check(len(blobs), len(seen), len(secrets), short, tuple(matches), _without_base(inspections), sealed)
+    return Check(
+        len(blobs), undecoded, len(seen), len(secrets), short, tuple(matches), _without_base(inspections), sealed
+    )

@@ -5,6 +5,7 @@ import struct
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,33 @@ def test_sealed_numbers_are_fair_coins_or_are_told(wire: Recording, tmp_path: Pa
     )
     assert found.exit_code == (0 if is_hidden else 1)
     assert ("reveal nothing" if is_hidden else "ARE NOT HIDDEN") in found.output
+
+
+def test_every_artifact_of_a_recording_is_compared_or_named(wire: Recording, tmp_path: Path) -> None:
+    states, folder = tmp_path / "store" / "generations" / "4", tmp_path / "seen" / "artifacts"
+    states.mkdir(parents=True)
+    save_file({"extractor/weight": EXTRACTOR}, states / "state.safetensors")
+    record(wire, tmp_path / "seen", update())
+
+    def add(data: bytes) -> Path:
+        (folder / sha256(data).hexdigest()).write_bytes(data)
+        return folder / sha256(data).hexdigest()
+
+    assert check_recording(tmp_path / "seen", [tmp_path / "store"]).is_clean
+    unlisted = add(update(Part.GENERATOR, EXTRACTOR))
+    assert check_recording(tmp_path / "seen", [tmp_path / "store"]).matches
+    unlisted.unlink()
+    cut = add(update()[:-1])
+    check = check_recording(tmp_path / "seen", [tmp_path / "store"])
+    assert (check.is_clean, check.undecoded) == (False, 1)
+    assert "1 artifacts can't be decoded: nothing is known of them" in check.summary()
+    cut.write_bytes(b"rot")
+    with pytest.raises(DecodeError, match="is damaged: its sha256 is not its name"):
+        check_recording(tmp_path / "seen", [tmp_path / "store"])
+    cut.unlink()
+    next(folder.iterdir()).unlink()
+    with pytest.raises(CaptureError, match="lacks artifact"):
+        check_recording(tmp_path / "seen", [tmp_path / "store"])
 
 
 def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
