@@ -59,6 +59,8 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
     _check_counts(view, train, data)
     if private is None:
         return Truth(train, unseen)
+    if private.is_dir():
+        _check_snapshot(view, private, data, {one.sha256 for one in found.entries if where[one.path] == "train"})
     return Truth(train, unseen, *read_private(view, private))
 
 
@@ -96,6 +98,18 @@ def _check_counts(view: View, train: ImageSet, data: Path) -> None:
         raise TruthError(
             f"{data}: images per class are {train.label_counts()}, the update of {view.client} reports {counts}"
         )
+
+
+def _check_snapshot(view: View, store: Path, data: Path, given: set[str]) -> None:
+    """Check whether the round trained on these images, by the snapshot that the store keeps of each of its two newest rounds."""
+    for one in map(_generation, sorted((store / "generations").glob("*"))):
+        if one.round == view.round and (file := one.tensors.with_name("snapshot.json")).exists():
+            used = {entry["sha256"] for entry in json.loads(file.read_text()) if entry["split"] == "train"}
+            if other := len(given - used):
+                raise TruthError(
+                    f"{data}: {other} of its {len(given)} training images are not those of round {view.round}, which "
+                    f"{file} lists: give the images as the device has them"
+                )
 
 
 def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateParts | None, Mapping[str, Weights]]:

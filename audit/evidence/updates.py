@@ -92,8 +92,8 @@ class RecordedUpdates(Value):
         round_number = round_number or max(rounds, key=lambda one: (self.spec.trains_in(one), one), default=0)
         if (client, round_number) not in there:
             raise CaptureError(
-                f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; it has those of "
-                f"{', '.join(clients) or 'no client'}{f', of {client} in rounds {rounds}' if rounds else ''}",
+                f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; it has "
+                + (f"rounds {', '.join(map(str, rounds))}" if rounds else f"clients {', '.join(clients) or '(none)'}"),
                 exit_code=NOT_FOUND,
             )
         view = self._view(client, round_number, there, auxiliary, secret)
