@@ -119,11 +119,10 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
     line(f"broker: {summary['broker']}; the observer decoded {summary['observer']['artifacts']} artifacts")
     if sealed := summary["observer"]["sealed"]:
         line(f"sealed: {sealed['text']}")
-    line(f"accuracy over rounds: {root / 'accuracy.png'}")
-    line(f"all numbers:          {root / 'summary.json'}")
+    line(f"all numbers: {root / 'summary.json'}")
     models = [client["onnx_model"] for client in summary["clients"] if client["onnx_model"]]
     for model in models:
-        line(f"ONNX model:           {model}")
+        line(f"ONNX model:  {model}")
     example = next((root / "data" / "common").glob("*/*.*"), None)
     if models and example is not None:
         line("classify an image with one of these models:")

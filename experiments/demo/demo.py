@@ -33,7 +33,7 @@ from experiments.data.deal import client_names
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
-from experiments.demo.report import Progress, curves, process_began, summarise
+from experiments.demo.report import Progress, process_began, summarise
 from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, image_counts, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
@@ -68,7 +68,7 @@ class Demo:
         self._broker_named = run.broker
 
     async def run(self) -> dict[str, Any]:
-        """Run the federation to its end and write `summary.json` and `accuracy.png`.
+        """Run the federation to its end and write `summary.json`.
 
         Raises:
             PlanError: the method or the networks refuse the plan; no files remain.
@@ -85,8 +85,6 @@ class Demo:
             finally:
                 watching.cancel()
             self._look()
-            drawing = asyncio.create_task(asyncio.to_thread(self._draw))  # while the processes end
-        await drawing
         return await asyncio.to_thread(self._report)
 
     # Start
@@ -252,13 +250,6 @@ class Demo:
         return wire
 
     # Report
-
-    def _draw(self) -> None:
-        from experiments.demo.report import accuracy_over_rounds
-
-        run, lines = self._run, curves(list(self._agents.values()))
-        title = f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}"
-        accuracy_over_rounds(lines, run.root / "accuracy.png", title)
 
     def _report(self) -> dict[str, Any]:
         run, agents = self._run, list(self._agents.values())

@@ -2,7 +2,7 @@
 
 DIR/coordinator/   the coordinator's home                  DIR/data/       each client's folder, an ordinary data source
 DIR/observer/      the recorded traffic of the broker      DIR/devices/    bundle and store per client
-DIR/summary.json, DIR/accuracy.png                         DIR/logs/       output of every process
+DIR/summary.json   figures, and accuracies by round        DIR/logs/       output of every process
 """
 
 import json
