@@ -24,7 +24,6 @@ from tests.support.stack import wait_for
 
 PNG = {"Content-Type": "image/png"}
 JSON = {"Content-Type": "application/json"}
-BOUNDARY = "a boundary"
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,6 @@ def serving(
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-
-
-def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[bytes, dict[str, str]]:
-    """Return a multipart body and its headers."""
-    pieces = [
-        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n\r\n'.encode() + content
-        for name, content in files.items()
-    ]
-    body = b"\r\n".join([*pieces, f"--{boundary}--\r\n".encode()])
-    return body, {"Content-Type": f'multipart/form-data; boundary="{boundary}"'}
 
 
 def install_versions(root: Path, count: int, images: TestImages | None = None, *, takes: Takes = "pixels") -> None:
