@@ -114,9 +114,6 @@ def infer_command(
     threads: Threads = 0,
     signed_by: SignedBy = None,
     as_json: AsJson = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV: file, then class and probability for each of --top.")
-    ] = False,
 ) -> None:
     """Classify images or tensors with an exported model. Prints class names and probabilities, likeliest first.
 
@@ -126,12 +123,10 @@ def infer_command(
 
     Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
     """
-    from export.model.image_files import IMAGE_SUFFIXES, TENSOR_SUFFIXES, classify_files, csv_text, expand, table_lines
+    from export.model.image_files import IMAGE_SUFFIXES, TENSOR_SUFFIXES, classify_files, expand, table_lines
     from export.model.runtime import Model, in_words
     from fedcg.input_form import ImageForm
 
-    if as_json and as_csv:
-        raise ExportError("use either --json or --csv")
     loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
         typer.echo(f"{loaded.directory} ({loaded.served.name}) on {in_words(loaded.predictor.providers)}", err=True)
@@ -145,9 +140,7 @@ def infer_command(
         "results": [one.as_json() for one in results],
         "errors": [{"file": one.file, "error": one.reason} for one in failures],
     }
-    if as_csv:
-        typer.echo(csv_text(results, top), nl=False)
-    elif not as_json:
+    if not as_json:
         for line in table_lines(results):
             typer.echo(line)
     if failures:

@@ -1,6 +1,5 @@
 """`fedcg infer`, `fedcg model` and `fedcg export`, as a person and a script see them."""
 
-import csv
 import json
 import os
 import subprocess
@@ -36,22 +35,6 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
     for file, row, line in zip(images.files, rows, lines, strict=False):
         guesses = [f"{guess.label} {guess.probability:.3f}" for guess in model.top(row, 3)]
         assert line.split() == [str(file), *" ".join(guesses).split()]
-
-
-def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
-    odd = tmp_path / 'a, "b".png'
-    odd.write_bytes(images.files[0].read_bytes())
-    told = succeeds("infer", odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
-    header, *rows = csv.reader(told.splitlines())
-    assert header == ["file", "class_1", "probability_1", "class_2", "probability_2"]
-    assert [row[0] for row in rows] == [str(odd), str(images.files[1])]
-    plain = data_of(run_fedcg("infer", odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0]["top"]
-    assert rows[0][1::2] == [one["class"] for one in plain]
-    assert [float(cell) for cell in rows[0][2::2]] == pytest.approx([one["probability"] for one in plain], abs=1e-6)
-
-
-def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestImages) -> None:
-    assert "either --json or --csv" in fails(2, "infer", images.files[0], "--model", slots_root, "--csv", "--json")
 
 
 def test_bad_files_are_named_on_stderr_and_others_done(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
