@@ -407,10 +407,6 @@ def export_command(
         ),
     ] = None,
     round_number: Annotated[int, typer.Option("--round", min=0, help="Round that the weights come from.")] = 0,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Omit preprocessing: the model takes normalised float32 pixels at its input size."),
-    ] = False,
 ) -> Result:
     """Export a personal model as ONNX, verify it against the trained model, and put it in use.
 
@@ -419,11 +415,8 @@ def export_command(
     from export.build.install_model import package_personal, read_spec, read_weights
     from export.model.image_files import labelled_files
     from export.model.manifest import read_manifest
-    from fedcg.input_form import TensorForm
 
     read = read_spec(spec)
-    if raw and isinstance(read.input, TensorForm):
-        raise ExportError("--raw applies only to models that take images: tensors are always normalised inside")
     files, labels = labelled_files(images, read.classes, read.input) if images else ([], [])
     directory = package_personal(
         read,
@@ -432,7 +425,6 @@ def export_command(
         round_number=round_number,
         test_files=files,
         test_labels=labels,
-        takes="normalised" if raw else "pixels",
         key=sign,
     )
     checked = read_manifest(directory).verification

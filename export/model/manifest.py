@@ -217,7 +217,6 @@ class ModelFile(_Frozen):
 
 
 VariantName = Literal["fp32", "fp16", "int8", "trt_fp16"]
-Takes = Literal["pixels", "normalised", "tensors"]
 
 
 class VariantCheck(_Frozen):
@@ -313,8 +312,7 @@ class Manifest(_Frozen):
     """Everything that a runtime and a person need to know about an exported model.
 
     Attributes:
-        takes: "pixels" is uint8 [batch, any height, any width, channels] with preprocessing in the model. "normalised" is float32
-            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels, without preprocessing.
+        takes: "pixels" is uint8 [batch, any height, any width, channels] with preprocessing in the model.
             "tensors" is [batch, *shape] of the type of `input`, with normalisation in the model.
     """
 
@@ -324,7 +322,7 @@ class Manifest(_Frozen):
     spec: Sha256
     classes: Annotated[tuple[str, ...], Field(max_length=10_000)]
     input: InputForm
-    takes: Takes
+    takes: Literal["pixels", "tensors"]
     model: ModelFile
     metrics: dict[str, Finite] = {}
     verification: Verification

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import InputError, ManifestError
-from export.model.manifest import Accept, Manifest, Takes, Variant, read_model, read_signed
+from export.model.manifest import Accept, Manifest, Variant, read_model, read_signed
 from export.model.versions import engines_of, resolve
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
@@ -270,7 +270,6 @@ class Predictor:
         content: bytes of the ONNX file.
         form: of the inputs.
         class_count: C, the number of classes; 0 for another task, with outputs of any shape.
-        takes: for images: pixels, or normalised values; then this class normalises the pixels.
         name: the file's name in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
         engines: folder for TensorRT engines, if TensorRT is available; None not to cache them.
@@ -286,7 +285,6 @@ class Predictor:
         form: InputForm,
         class_count: int,
         *,
-        takes: Takes = "pixels",
         name: str = "model",
         threads: int = 0,
         engines: Path | None = None,
@@ -309,8 +307,8 @@ class Predictor:
         self.dtype = np.dtype(form.dtype)
         self.class_count = class_count
         self._outputs = OUTPUT_NAMES if class_count else TASK_OUTPUT
-        self.takes: Takes = takes if isinstance(form, ImageForm) else "tensors"
         self._form = form
+        self._input = INPUT_NAME if isinstance(form, ImageForm) else NETWORK_INPUT
         self._session = session
         self._check_signature(name)
 
@@ -340,8 +338,7 @@ class Predictor:
             rows = slice(start, start + BATCH)
             batch = np.stack(list(inputs[rows]))
             check_finite(batch)
-            fed = {INPUT_NAME: batch} if self.takes == "pixels" else {NETWORK_INPUT: network_input(batch, self._form)}
-            found.append(self._session.run(list(self._outputs), fed))
+            found.append(self._session.run(list(self._outputs), {self._input: batch}))
         sides = [np.concatenate(side) for side in zip(*found, strict=True)]
         return Outputs(sides[0], sides[-1])
 
@@ -349,11 +346,7 @@ class Predictor:
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
         outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
         kind = "float" if self.dtype == np.float32 else "uint8"
-        taken = {
-            "pixels": (INPUT_NAME, "tensor(uint8)", self.shape),
-            "normalised": (NETWORK_INPUT, "tensor(float)", self._form.tensor_shape),
-            "tensors": (NETWORK_INPUT, f"tensor({kind})", self.shape),
-        }[self.takes]
+        taken = (self._input, f"tensor({kind})", self.shape)
         given = [(self.class_count,)] * 2 if self.class_count else [outputs[0][2] if outputs else ()]
         expected = ([taken], [(name, "tensor(float)", shape) for name, shape in zip(self._outputs, given, strict=True)])
         if (inputs, outputs) != expected:
@@ -393,7 +386,6 @@ def predictor_of(
         content,
         manifest.input,
         len(manifest.classes),
-        takes=manifest.takes,
         name=name or form.name,
         threads=threads,
         engines=engines,
