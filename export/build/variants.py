@@ -131,7 +131,7 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
         is_plain = candidate.name == "fp32"
         against = "" if is_plain else _objection(speed_up, lost, budget)
         figures = f"{speed_up:.2f} times as fast as fp32, {lost:.1%} of accuracy lost"
-        kept = plain if candidate.name in _SAME_FILE else _file(candidate, plain.opset)
+        kept = plain if is_plain else _file(candidate, plain.opset)
         judged.append(
             Variant(
                 name=candidate.name,
@@ -141,7 +141,6 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
                 top1_agreement=float((classes == predicted[0]).mean()),
                 images=len(labels),
                 reason=against or ("the model as exported" if is_plain else figures),
-                machine=runtime.machine() if candidate.name == "trt_fp16" else None,
             )
         )
     return judged
@@ -188,13 +187,6 @@ def _conversion() -> Iterator[None]:
         raise ConversionError(f"can't be created: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
-
-
-def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
-    """The same file; only TensorRT options differ."""
-    if runtime.TENSORRT not in runtime.available_providers():
-        raise ConversionError(f"not tried: no TensorRT, only {runtime.in_words(runtime.available_providers())}")
-    return content
 
 
 def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
@@ -254,9 +246,7 @@ class _Calibration:
 _CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Sample]], bytes]] = {
     "fp16": lambda content, _: _converted(content, _halved),
     "int8": lambda content, calibration: _converted(content, lambda network: _quantised(network, calibration)),
-    "trt_fp16": _to_trt_fp16,
 }
-_SAME_FILE = frozenset({"fp32", "trt_fp16"})
 
 
 def verify_variants(

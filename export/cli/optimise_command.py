@@ -94,7 +94,6 @@ def _optimise(
     """Directory of the version in use afterwards, the manifest with the measurements, and whether that version is new."""
     from export.build.variants import add_variants
     from export.model.manifest import sign_manifest
-    from export.model.runtime import machine
 
     installed = ModelVersions(root)
     installed.check_signed(is_signed=sign is not None)
@@ -104,7 +103,7 @@ def _optimise(
         for name in (MANIFEST_NAME, before.model.name):
             shutil.copy2(source / name, folder)
         after = add_variants(Path(folder), held_out, budget=budget, threads=threads)
-        in_use, chosen = before.served_on(machine), after.served_on(machine)
+        in_use, chosen = before.served, after.served
         if (in_use.name, in_use.file) == (chosen.name, chosen.file):
             return source, after, False
 
