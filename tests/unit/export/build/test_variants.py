@@ -213,8 +213,6 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_pa
     assert checks[manifest.serves].top1_agreement == agreement
     [row] = data_of(run_fedcg("model", "list", str(root), "--json").stdout)
     assert row["verification"] == manifest.verification.model_dump(mode="json")
-    told = run_fedcg("model", "verify", str(root)).stdout
-    assert f"accuracy on {len(images.files)} held-out images: torch 100.0%, ONNX 100.0%, fp16 " in told
 
 
 @pytest.mark.usefixtures("quick")

@@ -76,8 +76,7 @@ def test_what_is_no_regular_file_in_a_folder_is_named_the_others_are_classified_
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        (("model", "verify", "ROOT", "0009"), "no version '0009'"),
-        (("model", "verify", "EMPTY"), "no model is installed"),
+        (("model", "use", "ROOT", "0009"), "no version '0009'"),
         (("model", "list", "EMPTY"), "no model is installed"),
         (("infer", "--model", "ROOT", "nix.png"), "nix.png: no such file"),
         (("export", "--spec", "nix.json", "--weights", "nix", "--out", "out"), "nix.json: no such file"),
@@ -128,7 +127,7 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     head, first, second = (line.split() for line in listed.splitlines()[:3])
     assert head == ["VERSION", "IN", "USE", "FEDERATION", "ROUND", "ACCURACY", "CREATED", "REMARKS"]
     assert first[:4] == ["0001", "-", "garden", "1"]
-    assert (second[:4], second[-2]) == (["0002", "yes", "garden", "2"], "UTC")
+    assert second[:4] == ["0002", "yes", "garden", "2"]
     assert run_fedcg("model", "use", slots_root, "0001").exit_code == 0
     rows = data_of(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
@@ -159,7 +158,7 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 24)
     assert "0002: verified on 64 inputs (noise)" in succeeds("export", *common, "--slot", "personal")
-    assert succeeds("model", "verify", out).count("  matches its manifest") == 2
+    assert len(data_of(succeeds("model", "list", out, "--json"))) == 2
     assert len(data_of(succeeds("infer", "--model", out, "--json", folder))["results"]) == 24
 
 
@@ -191,7 +190,7 @@ def _loaded(*arguments: str | Path) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", ["infer", "model list", "model verify", "model use", "model rollback"])
+@pytest.mark.parametrize("command", ["infer", "model list", "model use", "model rollback"])
 def test_inference_and_versions_load_neither_torch_nor_paho_nor_the_wire(
     slots_root: Path, images: TestImages, command: str
 ) -> None:
