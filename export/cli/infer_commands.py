@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from export.serving.judge import CandidateStage
 
 model_app = typer.Typer(
-    help="Verify, use and roll back model versions on this device.", no_args_is_help=True, add_completion=False
+    help="List, verify, use and roll back model versions on this device.", no_args_is_help=True, add_completion=False
 )
 Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, …")]
 SignedBy = Annotated[
