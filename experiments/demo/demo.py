@@ -52,10 +52,10 @@ class Demo:
     Args:
         run: the run's folder.
         console: for output to the user.
-        complete: the process that completes the plan, if it was already started.
+        complete: the process that completes the plan.
     """
 
-    def __init__(self, run: Run, console: Console, complete: Complete | None = None) -> None:
+    def __init__(self, run: Run, console: Console, complete: Complete) -> None:
         self._run = run
         self._complete_plan = complete
         self._progress = Progress(console, run.setting.rounds)
