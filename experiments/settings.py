@@ -26,7 +26,6 @@ from fedcg.learning.errors import LearningError, NetworkError
 from fedcg.learning.registry import get_method, method_names
 
 FEDERATION = "demo"
-OPTIONS_FILE = "demo.json"
 
 # Quick replacements for the methods' defaults, which suit hours of training. Other parameters keep their defaults.
 # `--set` overrides both.
@@ -277,20 +276,6 @@ def parse_params(pairs: Sequence[str], option: str = "--set") -> dict[str, spec.
     return params
 
 
-def load_setting(folder: Path) -> Setting:
-    """The choices of the demo that was started in `folder`.
-
-    Raises:
-        OptionError: the folder holds none.
-    """
-    try:
-        return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise OptionError(
-            f"{folder} holds no demo that could be resumed: {OPTIONS_FILE} is missing or damaged", exit_code=NOT_FOUND
-        ) from error
-
-
 _Value = TypeVar("_Value")
 
 
@@ -419,33 +404,24 @@ def bad_input_ends() -> Iterator[None]:
 
 
 def check(setting: Setting) -> None:
-    """Check whether method, network name and partition can be used.
+    """Check whether method, network name, weights and partition can be used.
 
-    A `module:function` network was typed by the user of the command: this process and its children may import it.
+    A `module:function` network was typed by the user of the command: this process and its children may import it and read the named weights.
 
     Raises:
         OptionError: no such method.
-        NetworkError: no such network.
+        NetworkError: no such network, or weights for one without a backbone.
         SourceError: invalid partition.
     """
     if setting.method not in method_names():
         raise OptionError(f"unknown method {setting.method!r}; choose {', '.join(method_names())}", exit_code=NOT_FOUND)
-    let_in(setting)
-    split_names.check_name(setting.network)
-    setting.deal()
-
-
-def let_in(setting: Setting) -> None:
-    """Allow this process and its children to import the network and read the weights that were named as options.
-
-    Raises:
-        NetworkError: weights for a network without a backbone.
-    """
     split_names.allow_here(setting.network)
     if setting.weights not in {None, split_names.RANDOM}:
         if not split_names.is_projected(setting.network):
             raise NetworkError(f"--weights are for a backbone with a projection; {setting.network} has none: omit them")
         split_names.use_weights(Path(str(setting.weights)))
+    split_names.check_name(setting.network)
+    setting.deal()
 
 
 def data_text(data: str) -> str:

@@ -306,7 +306,7 @@ next_step() {
   if has_extra edge; then
     echo "fedcg enrol --out /etc/fedcg/NAME, then systemctl enable --now fedcg-agent@NAME"
   else
-    echo "copy a model's versions to /var/lib/fedcg/NAME/models, fedcg model verify /var/lib/fedcg/NAME, then systemctl enable --now fedcg-infer@NAME"
+    echo "copy a model's versions to /var/lib/fedcg/NAME/models, fedcg model list /var/lib/fedcg/NAME/models, then systemctl enable --now fedcg-infer@NAME"
   fi
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +33,6 @@ class DemoOptions(BaseModel):
     out: Annotated[Path | None, Field(description="folder of the run; default: ./demo-out, or the next free name")] = (
         None
     )
-    resume: Annotated[Path | None, Field(description="resume an interrupted run with its own options")] = None
     as_json: Annotated[bool, Field(description="print summary.json instead of a table")] = False
 
 
@@ -57,23 +55,20 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
     from coordinator.errors import PlanError
     from coordinator.operations.create_federation import Completion
 
-    completion = None
-    if options.resume is None:
-        completion = Completion()  # seconds of imports in another process, parallel to those of this one
-        run.save(frozenset())
+    completion = Completion()  # seconds of imports in another process, parallel to those of this one
+    run.root.mkdir(parents=True, exist_ok=True)
     with loading():
         from experiments.demo.demo import Demo  # half a second of imports, behind the first line
 
-    finished = run.root / "summary.json"
     try:
-        demo = Demo(run, console, completion)
-        summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(demo.run())
+        summary = asyncio.run(Demo(run, console, completion).run())
     except PlanError:
-        if options.resume is None:
-            shutil.rmtree(run.root)
+        shutil.rmtree(run.root)
         raise
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(f"All processes are stopped. Resume with: fedcg demo --resume {run.root}", soft_wrap=True)
+        console.print(
+            f"All processes are stopped. Their files are in {run.root}; start again with another --out", soft_wrap=True
+        )
         raise typer.Exit(130) from None
     if options.as_json:
         print_data(summary)
@@ -82,13 +77,9 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
 
 
 def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
-    """Return the folder of the run, new or resumed; checks the options before anything starts."""
-    from experiments.demo.run_folder import new_run, resumed_run
+    """Return the folder of the run; checks the options before anything starts."""
+    from experiments.demo.run_folder import new_run
 
-    if options.resume is not None:
-        run = resumed_run(options.resume)
-        settings.let_in(run.setting)
-        return run
     public = options.public_images
     beside = {
         "data": settings.data_text(values["data"]),
@@ -128,11 +119,10 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
     line(f"broker: {summary['broker']}; the observer decoded {summary['observer']['artifacts']} artifacts")
     if sealed := summary["observer"]["sealed"]:
         line(f"sealed: {sealed['text']}")
-    line(f"accuracy over rounds: {root / 'accuracy.png'}")
-    line(f"all numbers:          {root / 'summary.json'}")
+    line(f"all numbers: {root / 'summary.json'}")
     models = [client["onnx_model"] for client in summary["clients"] if client["onnx_model"]]
     for model in models:
-        line(f"ONNX model:           {model}")
+        line(f"ONNX model:  {model}")
     example = next((root / "data" / "common").glob("*/*.*"), None)
     if models and example is not None:
         line("classify an image with one of these models:")

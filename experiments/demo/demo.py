@@ -1,6 +1,6 @@
 """The demo: a whole federation on this machine, with each participant as a separate process, started by its command.
 
-Owns the order of the steps, the folder of a run and its resumption. Steps before the participants start (home,
+Owns the order of the steps. Steps before the participants start (home,
 federation, bundles) call the commands' functions in this process, since each command would import the same packages
 again. Imports no torch.
 """
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +33,7 @@ from experiments.data.deal import client_names
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
-from experiments.demo.report import Progress, curves, process_began, summarise
+from experiments.demo.report import Progress, process_began, summarise
 from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, image_counts, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
@@ -45,24 +44,22 @@ from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, R
 
 READY_S = 30.0
 SETTLE_S = 5.0  # for the observer to write the last traffic
-PROVISIONING = frozenset({"init", "federation", "devices"})
 
 
 class Demo:
-    """One run, new or resumed, up to the summary.
+    """One run, up to the summary.
 
     Args:
         run: the run's folder.
         console: for output to the user.
-        complete: the process that completes a new run's plan, if it was already started.
+        complete: the process that completes the plan.
     """
 
-    def __init__(self, run: Run, console: Console, complete: Complete | None = None) -> None:
+    def __init__(self, run: Run, console: Console, complete: Complete) -> None:
         self._run = run
         self._complete_plan = complete
         self._progress = Progress(console, run.setting.rounds)
         self._clients = client_names(run.setting.clients)
-        self._done = run.done()
         self._backbones: tuple[str, ...] = ()
         self._agents = {client: AgentHistory(client) for client in self._clients}
         self._followers = {client: Follower(run.bundle(client) / "store" / "events.jsonl") for client in self._clients}
@@ -71,7 +68,7 @@ class Demo:
         self._broker_named = run.broker
 
     async def run(self) -> dict[str, Any]:
-        """Run the federation to its end and write `summary.json` and `accuracy.png`.
+        """Run the federation to its end and write `summary.json`.
 
         Raises:
             PlanError: the method or the networks refuse the plan; no files remain.
@@ -88,8 +85,6 @@ class Demo:
             finally:
                 watching.cancel()
             self._look()
-            drawing = asyncio.create_task(asyncio.to_thread(self._draw))  # while the processes end
-        await drawing
         return await asyncio.to_thread(self._report)
 
     # Start
@@ -98,10 +93,8 @@ class Demo:
         """Prepare and start everything, in parallel where possible; return the agents."""
         run = self._run
         source = await asyncio.to_thread(run.setting.source)
-        data = asyncio.create_task(self._prepare_data(source))
-        is_new = not self._done >= PROVISIONING
-        if is_new:  # nothing has run yet, so leftovers of an interrupted run can be created again
-            await asyncio.to_thread(self._initialise)
+        data = asyncio.create_task(asyncio.to_thread(prepare, source, run.data, run.setting.deal()))
+        await asyncio.to_thread(self._initialise)
         home = Home(run.home)
         with changing_members(home):  # a coordinator loads its packages, then waits for this lock before it serves
             broker = await self._start_broker(processes, home)
@@ -109,9 +102,7 @@ class Demo:
             observer = self._start_observer(processes)
             if run.setting.public_images:
                 await data  # opening a federation requires readable public images
-            if is_new:
-                await asyncio.to_thread(self._provision, home, source)
-                self._complete(PROVISIONING)
+            await asyncio.to_thread(self._provision, home, source)
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.print_once(f"broker: {self._broker_named}")
@@ -128,22 +119,8 @@ class Demo:
         self._kept_up = (broker, observer, coordinator)
         return agents
 
-    def _complete(self, steps: frozenset[str]) -> None:
-        self._done |= steps
-        self._run.save(self._done)
-
-    async def _prepare_data(self, source: Source) -> None:
-        """Write each client's folder, unless an earlier run did; remove incomplete folders first."""
-        if "data" in self._done:
-            return
-        await asyncio.to_thread(shutil.rmtree, self._run.data, ignore_errors=True)
-        await asyncio.to_thread(prepare, source, self._run.data, self._run.setting.deal())
-        self._complete(frozenset({"data"}))
-
     def _initialise(self) -> None:
         run = self._run
-        for folder in (run.home, run.root / "devices"):
-            shutil.rmtree(folder, ignore_errors=True)
         config = CoordinatorConfig(
             broker=BrokerSettings(host=LOOPBACK, port=run.broker_port, protocol=run.protocol),
             api=ApiSettings(port=run.api_port),
@@ -273,13 +250,6 @@ class Demo:
         return wire
 
     # Report
-
-    def _draw(self) -> None:
-        from experiments.demo.report import accuracy_over_rounds
-
-        run, lines = self._run, curves(list(self._agents.values()))
-        title = f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}"
-        accuracy_over_rounds(lines, run.root / "accuracy.png", title)
 
     def _report(self) -> dict[str, Any]:
         run, agents = self._run, list(self._agents.values())

@@ -1,9 +1,8 @@
-"""The folder of a demo: its layout, settings and ports, completed steps, and the secrets of its processes.
+"""The folder of a demo: its layout, settings and ports, and the secrets of its processes.
 
-DIR/demo.json      the settings, and completed preparation steps         DIR/data/       each client's folder, an ordinary data source
-DIR/coordinator/   the coordinator's home                                DIR/devices/    bundle and store per client
-DIR/observer/      the recorded traffic of the broker                    DIR/logs/       output of every process
-DIR/summary.json, DIR/accuracy.png
+DIR/coordinator/   the coordinator's home                  DIR/data/       each client's folder, an ordinary data source
+DIR/observer/      the recorded traffic of the broker      DIR/devices/    bundle and store per client
+DIR/summary.json   figures, and accuracies by round        DIR/logs/       output of every process
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import Literal
 from experiments.data.deal import Deal, DealOptions, deal_out
 from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
 from experiments.errors import OptionError, SourceError
-from experiments.settings import OPTIONS_FILE, Setting, load_setting, root_secret
+from experiments.settings import Setting, root_secret
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
 from fedcg.find_mosquitto import find_mosquitto
@@ -61,22 +60,6 @@ class Run(Value):
         """A device's bundle: certificates, keys, agent.toml, and its private store."""
         return self.root / "devices" / client
 
-    def save(self, done: frozenset[str]) -> None:
-        """Store the settings and the completed steps in the folder, which is created if missing."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        record = {
-            "format": 1,
-            "setting": self.setting.model_dump(mode="json"),
-            "broker": self.broker,
-            "ports": [self.broker_port, self.api_port],
-            "done": sorted(done),
-        }
-        replace_durably(self.root / OPTIONS_FILE, json.dumps(record, indent=1))
-
-    def done(self) -> frozenset[str]:
-        """The completed preparation steps."""
-        return frozenset(json.loads((self.root / OPTIONS_FILE).read_text())["done"])
-
 
 def free_ports(count: int) -> list[int]:
     """Return TCP ports on loopback that are free now."""
@@ -111,24 +94,9 @@ def new_run(root: Path, setting: Setting, broker: str) -> Run:
     """
     broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise OptionError(
-            f"{root} is not an empty folder; choose another --out, or use --resume {root}", exit_code=EXISTS
-        )
+        raise OptionError(f"{root} is not an empty folder; choose another --out, or delete it first", exit_code=EXISTS)
     broker_port, api_port = free_ports(2)
     return Run(root.resolve(), setting, broker, broker_port, api_port)
-
-
-def resumed_run(root: Path) -> Run:
-    """Return the folder of an interrupted demo.
-
-    Raises:
-        OptionError: it holds no demo.
-    """
-    setting = load_setting(root)
-    record = json.loads((root / OPTIONS_FILE).read_text())
-    return Run(
-        root.resolve(), setting, chosen_broker(record["broker"]), int(record["ports"][0]), int(record["ports"][1])
-    )
 
 
 def write_secrets(folder: Path, seed: int, client: str) -> None:

@@ -100,7 +100,6 @@ def package_personal(
     test_files: Sequence[Path | Sample] = (),
     test_labels: Sequence[int] = (),
     metrics: Mapping[str, float] | None = None,
-    takes: manifest.Takes = "pixels",
     variants: HeldOut | None = None,
     gate: float | None = None,
     key: Path | None = None,
@@ -116,7 +115,6 @@ def package_personal(
         test_files: held-out image files, or tensors; if empty, random inputs are compared.
         test_labels: index of the right class per file.
         metrics: figures to store in the manifest, by name.
-        takes: for images: pixels of any size, or normalised ones at the network's size, without preprocessing in the file.
         variants: inputs to evaluate float16 and int8; None for only the model as exported.
         gate: largest accuracy loss on the test files compared with the version in use, as a share; None for no comparison.
         key: file of the device's message key, to sign the manifest; None for an unsigned model.
@@ -131,13 +129,12 @@ def package_personal(
             gate. Nothing is installed and the version in use does not change.
     """
     installed, threads = ModelVersions(slots_root), torch.get_num_threads()
-    takes = takes if isinstance(spec.input, ImageForm) else "tensors"
 
     def fill(directory: Path) -> None:
         model_path = directory / manifest.MODEL_NAME
-        exported = export_personal(spec, parts, model_path, round_number=round_number, takes=takes, before=before)
-        verification = verify(model_path, spec, parts, test_files, test_labels, takes=takes, before=before)
-        manifest.write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number, takes))
+        exported = export_personal(spec, parts, model_path, round_number=round_number, before=before)
+        verification = verify(model_path, spec, parts, test_files, test_labels, before=before)
+        manifest.write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number))
         if variants is not None:
             add_variants(directory, variants, threads=threads)
             verify_variants(directory, test_files, test_labels, threads=threads)
@@ -156,7 +153,6 @@ def _manifest(
     verification: manifest.Verification,
     metrics: Mapping[str, float],
     round_number: int,
-    takes: manifest.Takes,
 ) -> manifest.Manifest:
     content = exported.content
     return manifest.Manifest(
@@ -165,7 +161,7 @@ def _manifest(
         spec=spec.digest,
         classes=spec.classes,
         input=spec.input,
-        takes=takes,
+        takes="pixels" if isinstance(spec.input, ImageForm) else "tensors",
         model=manifest.ModelFile(sha256=manifest.digest(content), size=len(content), opset=exported.opset),
         metrics=dict(metrics),
         verification=verification,

@@ -23,7 +23,7 @@ from torch import nn
 
 from export.build.preprocess_graph import add_preprocessing
 from export.errors import ConversionError, VerificationError
-from export.model.manifest import Takes, Verification
+from export.model.manifest import Verification
 from export.model.runtime import (
     INPUT_NAME,
     NETWORK_INPUT,
@@ -103,10 +103,9 @@ def export_personal(
     out_path: Path,
     *,
     round_number: int = 0,
-    takes: Takes = "pixels",
     before: nn.Module | None = None,
 ) -> Exported:
-    """Write a personal model as ONNX; the same weights give the same bytes.
+    """Write a personal model as ONNX with its preprocessing; the same weights give the same bytes.
 
     The first exporter that succeeds is used. torch's TorchScript exporter is tried first: the newer one imports torch's compiler, and
     its first call took 5 s instead of 0.1 s (torch 2.13, LeNet-5). TorchScript is deprecated, hence the second.
@@ -116,8 +115,6 @@ def export_personal(
         parts: weights of the parts that the method's model is made of; others are ignored.
         out_path: file to write.
         round_number: the round the weights come from.
-        takes: pixels of any size, or normalised ones at the network's size, without preprocessing in the file. For tensors, the file
-            includes the normalisation.
         before: layer in front of the network, normalised images in and out; the file includes it.
 
     Raises:
@@ -127,9 +124,9 @@ def export_personal(
     import onnx
 
     proto, exporter = _convert(Served(as_used(spec, parts, before), has_classes=bool(spec.classes)).eval(), spec)
-    if isinstance(spec.input, ImageForm) and takes == "pixels":
+    if isinstance(spec.input, ImageForm):
         proto = add_preprocessing(proto, spec.input)
-    _describe(proto, spec, round_number, takes if isinstance(spec.input, ImageForm) else "tensors")
+    _describe(proto, spec, round_number)
     onnx.checker.check_model(proto, full_check=True)
     content = proto.SerializeToString(deterministic=True)
     out_path.write_bytes(content)
@@ -188,14 +185,14 @@ def _with_dynamo(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     return program.model_proto
 
 
-def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int, takes: Takes) -> None:
+def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int) -> None:
     import onnx
 
     proto.producer_name, proto.doc_string = "fedcg-edge", ""
     properties = {
         "classes": json.dumps(spec.classes),
         "input": spec.input.model_dump_json(),
-        "takes": takes,
+        "takes": "pixels" if isinstance(spec.input, ImageForm) else "tensors",
         "federation": spec.federation,
         "round": str(round_number),
         "spec": spec.digest,
@@ -218,7 +215,6 @@ def verify(
     files: Sequence[Path | Sample],
     labels: Sequence[int],
     *,
-    takes: Takes = "pixels",
     before: nn.Module | None = None,
 ) -> Verification:
     """Run both models on image files or tensors, and compare their outputs.
@@ -232,7 +228,6 @@ def verify(
         parts: weights of the personal model's parts.
         files: held-out image files, or tensors. Without any, random inputs are compared, without accuracy.
         labels: index of the right class per file.
-        takes: the ONNX model's input, if the inputs are images.
         before: layer in front of the trained network.
 
     Raises:
@@ -244,8 +239,8 @@ def verify(
     if len(files) != len(labels):
         raise ValueError(f"{len(files)} files but {len(labels)} labels")
     content, threads, form = model_path.read_bytes(), torch.get_num_threads(), spec.input
-    predictor = Predictor(content, form, spec.class_count, takes=takes, name=str(model_path), threads=threads)
-    if isinstance(form, ImageForm) and takes == "pixels":
+    predictor = Predictor(content, form, spec.class_count, name=str(model_path), threads=threads)
+    if isinstance(form, ImageForm):
         some = [file for file in files[:OWN_SIZE_IMAGES] if isinstance(file, Path)]
         _check_preprocessing(content, form, some, model_path)
     network = personal_model(spec, parts, before=before)
@@ -273,7 +268,7 @@ def _check_preprocessing(content: bytes, form: ImageForm, files: Sequence[Path],
         if not np.array_equal(given, wanted, equal_nan=True):
             raise VerificationError(
                 f"{model_path}: resizes {name} differently from training; it is not installed. Install the newest "
-                "onnxruntime for this machine, or export with --raw"
+                "onnxruntime for this machine"
             )
 
 

@@ -1,6 +1,6 @@
 """Variants of an exported model: tried on the device that will run them, kept only if they are faster there, and checked on files that were not used for the choice.
 
-A variant is kept if it is faster than the float32 model on this machine and loses no more accuracy on held-out images than the budget. Timing uses the execution providers that will serve it. The manifest records measurements and reasons. Needs the package `onnx`, not torch.
+A variant is kept if it is faster than the float32 model on this machine and loses at most `BUDGET` of accuracy on held-out images. Timing uses the execution providers that will serve it. The manifest records measurements and reasons. Needs the package `onnx`, not torch.
 """
 
 from __future__ import annotations
@@ -67,13 +67,12 @@ class HeldOut(Value):
             raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
 
 
-def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, threads: int = 0) -> Manifest:
+def add_variants(directory: Path, held_out: HeldOut, *, threads: int = 0) -> Manifest:
     """Try variants of the model in a directory, add those that are worth keeping, and name the one to serve in its manifest.
 
     Args:
         directory: a model and its manifest, not in use yet.
         held_out: images for evaluation and calibration.
-        budget: largest accuracy loss compared with float32, as a share of the held-out images.
         threads: threads of one prediction, as in service; 0 lets onnxruntime choose.
 
     Returns:
@@ -93,7 +92,7 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
             candidates.append(_load(name, convert(plain, calibration), manifest, threads))
         except (ConversionError, ModelError) as error:  # noqa: PERF203 - three forms
             refused.append(Variant(name=name, reason=str(error)[:500]))
-    judged = _judge(candidates, held_out, budget, manifest.model)
+    judged = _judge(candidates, held_out, manifest.model)
     for candidate, variant in zip(candidates, judged, strict=True):
         if variant.file is not None and variant.file != manifest.model:
             (directory / variant.file.name).write_bytes(candidate.content)
@@ -120,7 +119,7 @@ def best(judged: Sequence[Variant]) -> Variant:
     return min((one for one in judged if one.file is not None), key=lambda one: one.latency_ms or 0.0)
 
 
-def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, plain: ModelFile) -> list[Variant]:
+def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, plain: ModelFile) -> list[Variant]:
     latencies = _latencies([one.predictor for one in candidates], held_out.images)
     labels = np.asarray(held_out.labels)
     predicted = [one.predictor.run(held_out.images).logits.argmax(axis=1) for one in candidates]
@@ -129,9 +128,9 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
     for candidate, latency, classes, accuracy in zip(candidates, latencies, predicted, right, strict=True):
         speed_up, lost = latencies[0] / latency, right[0] - accuracy
         is_plain = candidate.name == "fp32"
-        against = "" if is_plain else _objection(speed_up, lost, budget)
+        against = "" if is_plain else _objection(speed_up, lost)
         figures = f"{speed_up:.2f} times as fast as fp32, {lost:.1%} of accuracy lost"
-        kept = plain if candidate.name in _SAME_FILE else _file(candidate, plain.opset)
+        kept = plain if is_plain else _file(candidate, plain.opset)
         judged.append(
             Variant(
                 name=candidate.name,
@@ -141,16 +140,15 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
                 top1_agreement=float((classes == predicted[0]).mean()),
                 images=len(labels),
                 reason=against or ("the model as exported" if is_plain else figures),
-                machine=runtime.machine() if candidate.name == "trt_fp16" else None,
             )
         )
     return judged
 
 
-def _objection(speed_up: float, lost: float, budget: float) -> str:
+def _objection(speed_up: float, lost: float) -> str:
     """Why a variant is not kept; empty if it is kept."""
-    if lost > budget:
-        return f"loses {lost:.1%} of accuracy; at most {budget:.1%} is allowed"
+    if lost > BUDGET:
+        return f"loses {lost:.1%} of accuracy; at most {BUDGET:.1%} is allowed"
     if speed_up < SPEED_UP:
         return f"{speed_up:.2f} times as fast as fp32 on this machine; at least {SPEED_UP} is required"
     return ""
@@ -188,13 +186,6 @@ def _conversion() -> Iterator[None]:
         raise ConversionError(f"can't be created: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
-
-
-def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
-    """The same file; only TensorRT options differ."""
-    if runtime.TENSORRT not in runtime.available_providers():
-        raise ConversionError(f"not tried: no TensorRT, only {runtime.in_words(runtime.available_providers())}")
-    return content
 
 
 def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
@@ -254,9 +245,7 @@ class _Calibration:
 _CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Sample]], bytes]] = {
     "fp16": lambda content, _: _converted(content, _halved),
     "int8": lambda content, calibration: _converted(content, lambda network: _quantised(network, calibration)),
-    "trt_fp16": _to_trt_fp16,
 }
-_SAME_FILE = frozenset({"fp32", "trt_fp16"})
 
 
 def verify_variants(

@@ -23,7 +23,7 @@ from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
-    from export.model.manifest import Accept, Verification
+    from export.model.manifest import Accept
     from export.serving.judge import CandidateStage
 
 model_app = typer.Typer(
@@ -114,9 +114,6 @@ def infer_command(
     threads: Threads = 0,
     signed_by: SignedBy = None,
     as_json: AsJson = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV: file, then class and probability for each of --top.")
-    ] = False,
 ) -> None:
     """Classify images or tensors with an exported model. Prints class names and probabilities, likeliest first.
 
@@ -126,12 +123,10 @@ def infer_command(
 
     Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
     """
-    from export.model.image_files import IMAGE_SUFFIXES, TENSOR_SUFFIXES, classify_files, csv_text, expand, table_lines
+    from export.model.image_files import IMAGE_SUFFIXES, TENSOR_SUFFIXES, classify_files, expand, table_lines
     from export.model.runtime import Model, in_words
     from fedcg.input_form import ImageForm
 
-    if as_json and as_csv:
-        raise ExportError("use either --json or --csv")
     loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
         typer.echo(f"{loaded.directory} ({loaded.served.name}) on {in_words(loaded.predictor.providers)}", err=True)
@@ -145,9 +140,7 @@ def infer_command(
         "results": [one.as_json() for one in results],
         "errors": [{"file": one.file, "error": one.reason} for one in failures],
     }
-    if as_csv:
-        typer.echo(csv_text(results, top), nl=False)
-    elif not as_json:
+    if not as_json:
         for line in table_lines(results):
             typer.echo(line)
     if failures:
@@ -280,7 +273,7 @@ def serve_mqtt_command(
 @model_app.command("list")
 @prints
 def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
-    """List the versions under DIR, oldest first, each checked as by `fedcg model verify`.
+    """Verify the versions under DIR and list them, oldest first. Exit codes: 2 if one does not match its manifest or signature; 7 if there is none.
 
     Example: fedcg model list /var/lib/fedcg/casting/models
     """
@@ -291,7 +284,9 @@ def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
     rows = [_version_row(installed, version) for version in versions]
     columns = ("version", "in use", "federation", "round", "accuracy", "created", "remarks")
     cells = [[row["version"], "yes" if row["current"] else "", *_cells(row)] for row in rows]
-    return rows, f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
+    text = f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
+    faults = [str(row["state"]) for row in rows if row["state"] != "sound"]
+    return rows, text, _some("versions are refused", faults, len(rows)) if faults else 0
 
 
 def _version_row(installed: ModelVersions, version: Version) -> dict[str, object]:
@@ -323,53 +318,12 @@ def _cells(row: dict[str, object]) -> tuple[object, ...]:
     accuracy = row["accuracy"]
     share = f"{accuracy:.1%}" if isinstance(accuracy, float) else "unavailable"
     created = moment(datetime.fromisoformat(str(row["created"])).timestamp())
-    return row["federation"], row["round"], share, created, ""
-
-
-@model_app.command("verify")
-@prints
-def verify_versions(
-    root: Root,
-    version: Annotated[str | None, typer.Argument(help="A version; default: all.")] = None,
-    signed_by: SignedBy = None,
-) -> Result:
-    """Verify that every model matches its manifest byte for byte. Exit codes: 2 if one does not; 7 if there is no such version.
-
-    Example: fedcg model verify /var/lib/fedcg/casting/models
-    """
-    installed = ModelVersions(root, accept=_accept(signed_by))
-    names = [version] if version else [one.name for one in installed.versions()]
-    if not names:
-        raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
-    faults: dict[str, str] = {}
-    signatures: dict[str, str] = {}
-    lines = []
-    for name in names:
-        try:
-            manifest, signature = installed.verify(name)
-        except ExportError as error:
-            if error.exit_code == NOT_FOUND:
-                raise
-            faults[name] = str(error)
-            continue
-        signatures[name] = signature
-        lines.append(f"{name}  matches its manifest; {signature}; {_accuracies(manifest.verification)}")
-    values = [{"version": name, "error": faults.get(name), "signature": signatures.get(name)} for name in names]
-    return values, "\n".join(lines), _some("versions are refused", faults.values(), len(names)) if faults else 0
+    return row["federation"], row["round"], share, created, row["signature"]
 
 
 def _some(what: str, problems: Iterable[str], of: int) -> ExportError:
     each = list(problems)
     return ExportError("\n  ".join((f"{len(each)} of {of} {what}", *each)))
-
-
-def _accuracies(verification: Verification) -> str:
-    if verification.accuracy_torch is None or verification.accuracy_onnx is None:
-        return "accuracy unavailable: no held-out images at export"
-    forms = [("torch", verification.accuracy_torch), ("ONNX", verification.accuracy_onnx)]
-    forms += [(one.name, one.accuracy) for one in verification.variants]
-    rights = ", ".join(f"{name} {share:.1%}" for name, share in forms)
-    return f"accuracy on {verification.images} held-out images: {rights}"
 
 
 @model_app.command("use")
@@ -414,10 +368,6 @@ def export_command(
         ),
     ] = None,
     round_number: Annotated[int, typer.Option("--round", min=0, help="Round that the weights come from.")] = 0,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Omit preprocessing: the model takes normalised float32 pixels at its input size."),
-    ] = False,
 ) -> Result:
     """Export a personal model as ONNX, verify it against the trained model, and put it in use.
 
@@ -426,11 +376,8 @@ def export_command(
     from export.build.install_model import package_personal, read_spec, read_weights
     from export.model.image_files import labelled_files
     from export.model.manifest import read_manifest
-    from fedcg.input_form import TensorForm
 
     read = read_spec(spec)
-    if raw and isinstance(read.input, TensorForm):
-        raise ExportError("--raw applies only to models that take images: tensors are always normalised inside")
     files, labels = labelled_files(images, read.classes, read.input) if images else ([], [])
     directory = package_personal(
         read,
@@ -439,7 +386,6 @@ def export_command(
         round_number=round_number,
         test_files=files,
         test_labels=labels,
-        takes="normalised" if raw else "pixels",
         key=sign,
     )
     checked = read_manifest(directory).verification

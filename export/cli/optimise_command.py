@@ -33,23 +33,12 @@ Images = Annotated[
 def optimise_command(
     root: Root,
     images: Images,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration",
-            help="Images or tensors to calibrate int8, in the same form. Default: a quarter of --images.",
-        ),
-    ] = None,
-    budget: Annotated[
-        float,
-        typer.Option("--budget", min=0.0, max=100.0, help="Largest accuracy loss of a variant, in percentage points."),
-    ] = 0.5,
     threads: Threads = 0,
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the new version with a device's message key.")
     ] = None,
 ) -> Result:
-    """Try float16 and int8 variants of the model in use. Install the fastest one within the accuracy budget as a new version.
+    """Try float16 and int8 variants of the model in use. Install the fastest one that loses at most 0.5 points of accuracy as a new version.
 
     The new version's manifest records measurements and decisions. The previous version stays for `fedcg model rollback`.
     If no variant is better than the one in use, nothing is installed. If the version in use is signed, --sign is required.
@@ -57,8 +46,7 @@ def optimise_command(
     Example: fedcg model optimise /var/lib/fedcg/casting/models --images held-out
     """
     with Console(stderr=True).status("trying variants of the model"):
-        held_out = _held_out(root, images, calibration)
-        directory, manifest, is_new = _optimise(root, held_out, budget / 100, threads, sign)
+        directory, manifest, is_new = _optimise(root, _held_out(root, images), threads, sign)
     from export.model.runtime import available_providers, in_words
 
     providers = available_providers()
@@ -74,27 +62,21 @@ def optimise_command(
     return {**chosen, "providers": providers, "variants": tried}, "\n".join(lines)
 
 
-def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
-    """The inputs that evaluate the variants, and those that calibrate int8: by default every fourth one."""
-    from export.build.variants import CALIBRATION_IMAGES, HeldOut
+def _held_out(root: Path, images: Path) -> HeldOut:
+    """The inputs that evaluate the variants, and those that calibrate int8: every fourth one."""
+    from export.build.variants import HeldOut
     from export.model.image_files import labelled_inputs
 
     manifest, _ = read_all(ModelVersions(root).current())
     pictures, labels = labelled_inputs(images, manifest.classes, manifest.input)
-    if calibration is not None:
-        ranges, _ = labelled_inputs(calibration, manifest.classes, manifest.input, CALIBRATION_IMAGES)
-        return HeldOut(pictures, labels, ranges)
     judging = [number for number in range(len(pictures)) if number % 4]
     return HeldOut([pictures[number] for number in judging], [labels[number] for number in judging], pictures[::4])
 
 
-def _optimise(
-    root: Path, held_out: HeldOut, budget: float, threads: int, sign: Path | None
-) -> tuple[Path, Manifest, bool]:
+def _optimise(root: Path, held_out: HeldOut, threads: int, sign: Path | None) -> tuple[Path, Manifest, bool]:
     """Directory of the version in use afterwards, the manifest with the measurements, and whether that version is new."""
     from export.build.variants import add_variants
     from export.model.manifest import sign_manifest
-    from export.model.runtime import machine
 
     installed = ModelVersions(root)
     installed.check_signed(is_signed=sign is not None)
@@ -103,8 +85,8 @@ def _optimise(
     with tempfile.TemporaryDirectory(prefix="fedcg-optimise-") as folder:
         for name in (MANIFEST_NAME, before.model.name):
             shutil.copy2(source / name, folder)
-        after = add_variants(Path(folder), held_out, budget=budget, threads=threads)
-        in_use, chosen = before.served_on(machine), after.served_on(machine)
+        after = add_variants(Path(folder), held_out, threads=threads)
+        in_use, chosen = before.served, after.served
         if (in_use.name, in_use.file) == (chosen.name, chosen.file):
             return source, after, False
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,27 +111,6 @@ def table_lines(results: Sequence[Classified]) -> list[str]:
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def csv_text(results: Sequence[Classified], top: int) -> str:
-    """Results for a spreadsheet: a header, then one line per file with `top` pairs of class and probability."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    count = min(top, max((len(one.guesses) for one in results), default=top))
-    writer.writerow(
-        ["file", *(f"{name}_{place}" for place in range(1, count + 1) for name in ("class", "probability"))]
-    )
-    for one in results:
-        writer.writerow(
-            [
-                one.file,
-                *(
-                    [cell for guess in one.guesses for cell in (guess.label, f"{guess.probability:.6f}")]
-                    or [json.dumps(one.output)]
-                ),
-            ]
-        )
-    return text.getvalue()
 
 
 def labelled_files(

@@ -216,8 +216,7 @@ class ModelFile(_Frozen):
     opset: Annotated[int, Field(ge=1)]
 
 
-VariantName = Literal["fp32", "fp16", "int8", "trt_fp16"]
-Takes = Literal["pixels", "normalised", "tensors"]
+VariantName = Literal["fp32", "fp16", "int8"]
 
 
 class VariantCheck(_Frozen):
@@ -266,14 +265,13 @@ class Variant(_Frozen):
     """One variant of the model, as measured on the device that serves it.
 
     Attributes:
-        name: "fp32" is the model as exported; "fp16" and "int8" use that arithmetic; "trt_fp16" is the model as exported, with float16 in TensorRT's engines.
+        name: "fp32" is the model as exported; "fp16" and "int8" use that arithmetic.
         file: its file; None if it was not kept.
         latency_ms: median milliseconds of one prediction at batch 1.
         accuracy: on held-out images, in [0, 1].
         top1_agreement: share of them for which it predicts the same class as fp32.
         images: number of held-out images measured.
         reason: why it was kept or not.
-        machine: the only machine that it may run on (`runtime.machine`); None for any.
     """
 
     name: VariantName
@@ -283,12 +281,6 @@ class Variant(_Frozen):
     top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
     images: Annotated[int, Field(ge=0)] = 0
     reason: Annotated[str, Field(max_length=500)] = ""
-    machine: Annotated[str, Field(max_length=300)] | None = None
-
-    @property
-    def is_half(self) -> bool:
-        """Whether TensorRT may use float16 for it."""
-        return self.name == "trt_fp16"
 
 
 class Gate(_Frozen):
@@ -313,8 +305,7 @@ class Manifest(_Frozen):
     """Everything that a runtime and a person need to know about an exported model.
 
     Attributes:
-        takes: "pixels" is uint8 [batch, any height, any width, channels] with preprocessing in the model. "normalised" is float32
-            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels, without preprocessing.
+        takes: "pixels" is uint8 [batch, any height, any width, channels] with preprocessing in the model.
             "tensors" is [batch, *shape] of the type of `input`, with normalisation in the model.
     """
 
@@ -324,7 +315,7 @@ class Manifest(_Frozen):
     spec: Sha256
     classes: Annotated[tuple[str, ...], Field(max_length=10_000)]
     input: InputForm
-    takes: Takes
+    takes: Literal["pixels", "tensors"]
     model: ModelFile
     metrics: dict[str, Finite] = {}
     verification: Verification
@@ -340,16 +331,11 @@ class Manifest(_Frozen):
         kept = [one.file for one in self.variants if one.file is not None and one.file != self.model]
         return (self.model, *kept)
 
-    def served_on(self, machine: Callable[[], str]) -> Variant:
-        """The variant to run: the chosen one, or the model as exported if the chosen one is bound to another machine.
-
-        Args:
-            machine: returns this machine's description; called only if needed.
-        """
-        for one in self.variants:
-            if one.name == self.serves and (one.machine is None or one.machine == machine()):
-                return one
-        return Variant(name="fp32", file=self.model)
+    @property
+    def served(self) -> Variant:
+        """The variant to run."""
+        chosen = (one for one in self.variants if one.name == self.serves)
+        return next(chosen, Variant(name="fp32", file=self.model))
 
     @model_validator(mode="after")
     def _takes_its_input(self) -> Manifest:

@@ -5,12 +5,10 @@ Owns decoding to the model's form (with `fedcg.imaging` and `fedcg.npy_arrays`, 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
 import math
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import InputError, ManifestError
-from export.model.manifest import Accept, Manifest, Takes, Variant, read_model, read_signed
+from export.model.manifest import Accept, Manifest, Variant, read_model, read_signed
 from export.model.versions import engines_of, resolve
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
@@ -200,14 +198,13 @@ def available_providers() -> tuple[str, ...]:
     return tuple(name for name in PROVIDERS if name in present)
 
 
-def session_providers(engines: Path | None, *, is_half: bool) -> list[Provider]:
+def session_providers(engines: Path | None) -> list[Provider]:
     """The available providers, best first, in the form that an onnxruntime session expects.
 
     Args:
         engines: folder for this model's TensorRT engines only, created on demand; None to rebuild them at each start.
-        is_half: whether the engines may use float16 arithmetic.
     """
-    options = {"trt_fp16_enable": str(is_half)}
+    options: dict[str, str] = {}
     names = available_providers()
     if TENSORRT in names and engines is not None:
         try:
@@ -223,19 +220,6 @@ def session_providers(engines: Path | None, *, is_half: bool) -> list[Provider]:
 def in_words(names: Sequence[str]) -> str:
     """Readable names of providers, in order of preference: "TensorRT > CUDA > CPU"."""
     return " > ".join(name.removesuffix("ExecutionProvider").replace("Tensorrt", "TensorRT") for name in names)
-
-
-def machine() -> str:
-    """Describes this machine, to which a variant measured here is bound: CPU instructions, onnxruntime, providers."""
-    from devices.files import cpuinfo_field  # only a few models need this
-
-    root = Path("/")
-    features = cpuinfo_field(root, "flags") or cpuinfo_field(root, "Features") or ""
-    instructions = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:12]
-    return (
-        f"{platform.machine()} CPU with instructions {instructions}, "
-        f"onnxruntime {onnxruntime.__version__}, {in_words(available_providers())}"
-    )
 
 
 Floats = npt.NDArray[np.float32]
@@ -270,11 +254,9 @@ class Predictor:
         content: bytes of the ONNX file.
         form: of the inputs.
         class_count: C, the number of classes; 0 for another task, with outputs of any shape.
-        takes: for images: pixels, or normalised values; then this class normalises the pixels.
         name: the file's name in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
         engines: folder for TensorRT engines, if TensorRT is available; None not to cache them.
-        is_half: whether TensorRT may use float16.
 
     Raises:
         ManifestError: onnxruntime can't load the model, or its inputs or outputs don't match.
@@ -286,11 +268,9 @@ class Predictor:
         form: InputForm,
         class_count: int,
         *,
-        takes: Takes = "pixels",
         name: str = "model",
         threads: int = 0,
         engines: Path | None = None,
-        is_half: bool = False,
     ) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
@@ -299,7 +279,7 @@ class Predictor:
         if isinstance(form, ImageForm):
             options.add_free_dimension_override_by_name("height", form.height)
             options.add_free_dimension_override_by_name("width", form.width)
-        asked = session_providers(engines, is_half=is_half)
+        asked = session_providers(engines)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=asked)
         except Exception as error:  # onnxruntime's own exception types are not public
@@ -309,8 +289,8 @@ class Predictor:
         self.dtype = np.dtype(form.dtype)
         self.class_count = class_count
         self._outputs = OUTPUT_NAMES if class_count else TASK_OUTPUT
-        self.takes: Takes = takes if isinstance(form, ImageForm) else "tensors"
         self._form = form
+        self._input = INPUT_NAME if isinstance(form, ImageForm) else NETWORK_INPUT
         self._session = session
         self._check_signature(name)
 
@@ -340,8 +320,7 @@ class Predictor:
             rows = slice(start, start + BATCH)
             batch = np.stack(list(inputs[rows]))
             check_finite(batch)
-            fed = {INPUT_NAME: batch} if self.takes == "pixels" else {NETWORK_INPUT: network_input(batch, self._form)}
-            found.append(self._session.run(list(self._outputs), fed))
+            found.append(self._session.run(list(self._outputs), {self._input: batch}))
         sides = [np.concatenate(side) for side in zip(*found, strict=True)]
         return Outputs(sides[0], sides[-1])
 
@@ -349,11 +328,7 @@ class Predictor:
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
         outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
         kind = "float" if self.dtype == np.float32 else "uint8"
-        taken = {
-            "pixels": (INPUT_NAME, "tensor(uint8)", self.shape),
-            "normalised": (NETWORK_INPUT, "tensor(float)", self._form.tensor_shape),
-            "tensors": (NETWORK_INPUT, f"tensor({kind})", self.shape),
-        }[self.takes]
+        taken = (self._input, f"tensor({kind})", self.shape)
         given = [(self.class_count,)] * 2 if self.class_count else [outputs[0][2] if outputs else ()]
         expected = ([taken], [(name, "tensor(float)", shape) for name, shape in zip(self._outputs, given, strict=True)])
         if (inputs, outputs) != expected:
@@ -390,14 +365,7 @@ def predictor_of(
         ManifestError: onnxruntime can't load it, or its inputs or outputs don't match the manifest.
     """
     return Predictor(
-        content,
-        manifest.input,
-        len(manifest.classes),
-        takes=manifest.takes,
-        name=name or form.name,
-        threads=threads,
-        engines=engines,
-        is_half=form.is_half,
+        content, manifest.input, len(manifest.classes), name=name or form.name, threads=threads, engines=engines
     )
 
 
@@ -408,7 +376,7 @@ class Model(Value):
         manifest: what it is and what it takes.
         directory: where it was read from.
         predictor: the model in onnxruntime.
-        served: the variant; the model as exported if the manifest's choice is bound to another machine.
+        served: the variant that runs.
         signature: description of the signature check.
     """
 
@@ -435,15 +403,7 @@ class Model(Value):
         """
         directory = resolve(directory)
         manifest, signature = read_signed(directory, accept)
-        served = manifest.served_on(machine)
-        if served.name != manifest.serves:
-            log.warning(
-                "%s: its variant %s was made on another machine or with another onnxruntime, so %s is used. "
-                "Run `fedcg model optimise` to try the variants on this machine",
-                directory,
-                manifest.serves,
-                served.name,
-            )
+        served = manifest.served
         file = served.file or manifest.model
         predictor = predictor_of(
             manifest,

@@ -224,7 +224,7 @@ router = APIRouter()
 async def predict(request: Request, service: Running, top: Annotated[int, Query(ge=1)] = DEFAULT_TOP) -> Response:
     """Classify images or tensors. GET /model describes the input that the model takes.
 
-    Images: the bytes of one image, multipart with several, or JSON {"images": arrays}. Tensors: one npy array with one tensor or a
+    Images: the bytes of one image, or JSON {"images": arrays}. Tensors: one npy array with one tensor or a
     batch (application/x-npy or application/octet-stream), or JSON {"inputs": arrays}.
     """
     started = time.perf_counter()

@@ -1,12 +1,9 @@
-"""Decodes a request's body to a model's inputs: image bytes, multipart, npy bytes, or JSON arrays. All sizes are checked before data is kept."""
+"""Decodes a request's body to a model's inputs: the bytes of one image, npy bytes, or JSON arrays. All sizes are checked before data is kept."""
 
 import asyncio
 import math
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from email.message import Message
-from email.parser import BytesHeaderParser
 from itertools import chain
 
 import numpy as np
@@ -21,17 +18,13 @@ from fedcg.text_output import wrong_value
 from fedcg.values import Value
 
 JSON_TYPE = "application/json"
-MULTIPART_TYPE = "multipart/form-data"
 BYTES_TYPE = "application/octet-stream"
-IMAGE_TYPES = ("image/*", BYTES_TYPE, MULTIPART_TYPE, JSON_TYPE)
+IMAGE_TYPES = ("image/*", BYTES_TYPE, JSON_TYPE)
 TENSOR_TYPES = (BYTES_TYPE, "application/x-npy", JSON_TYPE)
 BODIES_AT_ONCE = 8
 """Memory for all bodies being read or decoded, as a multiple of the limit of one body."""
 _JSON_BYTES_PER_VALUE = {"uint8": 16, "float32": 50}  # "255," or "-2.2250738585072014e-308,", and indentation
 _JSON_BYTES_BESIDE = 4096
-_MAX_NAME = 200
-_MAX_PART_HEADERS = 16 * 1024
-
 
 NamedInput = tuple[str, Sample]
 """The name of an input in the request, and the input in the model's form."""
@@ -142,65 +135,22 @@ def read_inputs(content: bytes, content_type: str, form: InputForm, limits: Limi
         return _from_json(content, form, limits)
     if isinstance(form, TensorForm):
         return _from_npy(content, form, limits)
-    if media_type != MULTIPART_TYPE:
-        return [_decode("image", content, form, limits)]
-    files = parse_multipart(content, content_type, limits.max_images)
-    return [_decode(name, part, form, limits) for name, part in files]
+    return [("image", _decode(content, form, limits))]
 
 
-def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> NamedInput:
+def _decode(content: bytes, form: ImageForm, limits: Limits) -> Sample:
     if not content:
-        raise RefusedError(400, "empty_body", f"{name} is empty; send the bytes of an image", field=name)
+        raise RefusedError(400, "empty_body", "the body is empty; send the bytes of an image", field="image")
     try:
-        return name, decode_image(content, form, limits.max_pixels)
+        return decode_image(content, form, limits.max_pixels)
     except TooManyPixelsError as error:
         message = f"{error}; make it smaller, or raise --max-pixels of the server"
-        raise RefusedError(413, "image_too_large", message, field=name) from error
+        raise RefusedError(413, "image_too_large", message, field="image") from error
     except ImageError as error:
-        raise RefusedError(422, "bad_image", f"{error}; {_taken(form)} as whole image files", field=name) from error
+        raise RefusedError(422, "bad_image", f"{error}; {_taken(form)} as a whole image file", field="image") from error
 
 
-def parse_multipart(content: bytes, content_type: str, most: int) -> list[tuple[str, bytes]]:
-    """Name and content of every part of a multipart body; the name is the file's, or else the field's.
-
-    Args:
-        content: the whole body.
-        content_type: its Content-Type header with the boundary.
-        most: largest number of parts.
-
-    Raises:
-        RefusedError: no boundary, too many parts, an incomplete part, or no part.
-    """
-    header = Message()
-    header["Content-Type"] = content_type
-    boundary = (header.get_boundary() or "").encode("latin-1", "replace")
-    if not re.fullmatch(rb"[ -~]{1,70}", boundary):
-        raise _bad_multipart("the Content-Type has no boundary of 1 to 70 characters", "Content-Type")
-    delimiter = b"\r\n--" + boundary
-    content = b"\r\n" + content
-    if content.count(delimiter) > most + 1:
-        raise _too_many(most)
-    _, *sections = content.split(delimiter)
-    if len(sections) < 2 or not sections[-1].startswith(b"--"):
-        raise _bad_multipart("the body has no file, or ends before its last boundary")
-    return [_part(section, number) for number, section in enumerate(sections[:-1])]
-
-
-def _part(section: bytes, number: int) -> tuple[str, bytes]:
-    line, _, rest = section.partition(b"\r\n")
-    head, separator, content = (b"\r\n" + rest).partition(b"\r\n\r\n")
-    if line.strip(b" \t") or not separator or len(head) > _MAX_PART_HEADERS:
-        raise _bad_multipart(f"part {number} has no empty line after its headers")
-    headers = BytesHeaderParser().parsebytes(head[2:])
-    named = headers.get_filename() or headers.get_param("name", header="content-disposition")
-    return (named if isinstance(named, str) and named else f"part {number}")[:_MAX_NAME], content
-
-
-def _bad_multipart(why: str, field: str = "body") -> RefusedError:
-    return RefusedError(400, "bad_multipart", f"{why}; send files in the format of curl -F", field=field)
-
-
-def _too_many(most: int, what: str = "images") -> RefusedError:
+def _too_many(most: int, what: str) -> RefusedError:
     return RefusedError(413, "too_many_images", f"the limit is {most} {what} per request; send several", field=what)
 
 

@@ -95,6 +95,16 @@ def test_every_kind_of_problem_has_the_section_that_it_names() -> None:
     assert len(named) > 20
 
 
+def test_every_function_on_the_way_of_an_update_exists() -> None:
+    steps = re.findall(r"`([\w/]+\.py): (\w+)`", (DOCS / "reference/protocol.md").read_text(encoding="utf-8"))
+    assert len(steps) > 20
+    assert [
+        step
+        for step in steps
+        if not re.search(rf"^ *(async )?def {step[1]}\(", (ROOT / step[0]).read_text(), re.MULTILINE)
+    ] == []
+
+
 def test_the_reference_is_that_of_the_code() -> None:
     written = pages()
     differing = [name for name, text in written.items() if (DOCS / "reference" / name).read_text("utf-8") != text]

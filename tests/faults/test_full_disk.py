@@ -165,7 +165,7 @@ def _export(folder: Path, root: Path) -> list[str]:
 
 
 def _optimise(folder: Path, root: Path) -> list[str]:
-    given = [str(root), "--images", str(folder / "images"), "--budget", "100", "--sign", str(folder / "signing.key")]
+    given = [str(root), "--images", str(folder / "images"), "--sign", str(folder / "signing.key")]
     return ["model", "optimise", *given]
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from export.build.install_model import package_personal
-from export.model.manifest import Takes
 from export.model.runtime import Model, load_all
 from fedcg.wire.parts import Part
 from tests.support.learning.export_models import TestImages, encoded, install_model, make_parts, make_spec, picture
@@ -24,7 +23,6 @@ from tests.support.stack import wait_for
 
 PNG = {"Content-Type": "image/png"}
 JSON = {"Content-Type": "application/json"}
-BOUNDARY = "a boundary"
 
 
 @dataclass(frozen=True)
@@ -104,20 +102,10 @@ def serving(
                 process.communicate()
 
 
-def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[bytes, dict[str, str]]:
-    """Return a multipart body and its headers."""
-    pieces = [
-        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n\r\n'.encode() + content
-        for name, content in files.items()
-    ]
-    body = b"\r\n".join([*pieces, f"--{boundary}--\r\n".encode()])
-    return body, {"Content-Type": f'multipart/form-data; boundary="{boundary}"'}
-
-
-def install_versions(root: Path, count: int, images: TestImages | None = None, *, takes: Takes = "pixels") -> None:
+def install_versions(root: Path, count: int, images: TestImages | None = None) -> None:
     """Install versions 0001, 0002, … of rounds 1, 2, … with different answers; the last is in use."""
     for number in range(1, count + 1):
-        install_model(root, seed=number, images=images, takes=takes)
+        install_model(root, seed=number, images=images)
 
 
 def install_one_that_names_one_class(root: Path) -> None:

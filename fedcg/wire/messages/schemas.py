@@ -20,7 +20,7 @@ from fedcg.wire.parts import MAX_SUM_DEVICES, TAGS, Part, Share, is_absent
 
 DoctorCheck = Literal["clock", "disk", "encrypted disk", "keys", "certificate", "data", "cohort secret", "training"]
 """The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
-FormName = Literal["fp32", "fp16", "int8", "trt_fp16"]
+FormName = Literal["fp32", "fp16", "int8"]
 Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from typing_extensions import Self
 
@@ -143,33 +143,3 @@ def die_over_the_merge_until_it_averages(connection: Connection, _settings: jobs
             if job.ease < jobs.AVERAGE:
                 os.kill(os.getpid(), signal.SIGKILL)
             connection.send(jobs.JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64, job.ease))
-
-
-THREADS_FILE = "threads.txt"
-
-
-class NotingConnection:
-    """A connection that records the thread on which a request was received."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.receiver = ""
-
-    def recv(self) -> object:
-        request = self._connection.recv()
-        self.receiver = threading.current_thread().name
-        return request
-
-    def send(self, report: object) -> None:
-        self._connection.send(report)
-
-
-def count_and_note_threads(connection: Connection, settings: jobs.WorkerSettings) -> None:
-    """Write the names of the threads that receive and serve the request for an update to a file."""
-    connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
-    noting = NotingConnection(connection)
-    for request in requests_of(cast(Connection, noting)):
-        if isinstance(request, jobs.AddUpdate):
-            names = [noting.receiver, threading.current_thread().name]
-            (settings.artifacts / THREADS_FILE).write_text("\n".join(names))
-            connection.send(jobs.UpdateAdded(1, 1, request.client))

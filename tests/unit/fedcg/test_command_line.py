@@ -231,7 +231,6 @@ def test_running_already_existing_and_missing_things_have_exit_codes_of_their_ow
         ("model", "use", tmp_path / "nowhere", "0001"),
         ("method", "show", "nobody"),
         ("audit", "run", "--updates", tmp_path / "nowhere", "--data", home, "--out", tmp_path / "report"),
-        ("demo", "--resume", tmp_path),
     )
     assert codes == [0, EXISTS, ALREADY_RUNNING]
     assert {words: run_fedcg(*words).exit_code for words in missing} == dict.fromkeys(missing, NOT_FOUND)

@@ -112,7 +112,7 @@ SAID = {
     "agent status --config {box}/noise": "can't be read: it is not plain text",
     "agent backup --out {box}/backup --config {box}/agent.toml --passphrase-file {box}": "can't be read: Is a directory",
     "cohort roster {box} --config {box}/agent.toml": "can't be read: Is a directory",
-    "model verify {box} --signed-by {box}/nope.pub": "nope.pub: No such file or directory; give a device's public key",
+    "model list {box} --signed-by {box}/nope.pub": "nope.pub: No such file or directory; give a device's public key",
     SERVE_MQTT: "name them (ca, cert and key); only a broker at a loopback address does without, with `insecure`",
     f"{SERVE_MQTT} --ca {{box}}/odd --cert {{box}}/odd --key {{box}}/odd": "is damaged, or the key is not the certificate's. Restore",
     "coordinator init --dir {box}/noise/home": "Error: Not a directory: '",

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.report import Progress, summarise
-from experiments.demo.run_folder import new_run, resumed_run, write_secrets
+from experiments.demo.run_folder import new_run, write_secrets
 from experiments.errors import OptionError
-from experiments.settings import Setting, load_setting, parse_params, root_secret
+from experiments.settings import Setting, parse_params, root_secret
 from fedcg.files import secret_in
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import plan_from_mapping
@@ -141,16 +141,10 @@ def test_the_roots_differ_by_purpose_and_seed_and_are_private_files(tmp_path: Pa
     assert (tmp_path / "secrets" / "cohort.key").read_bytes() == (tmp_path / "other" / "cohort.key").read_bytes()
 
 
-def test_a_run_is_resumed_with_its_own_options_ports_and_steps(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run", Setting(seed=5, clients=3), "auto")
-    run.save(frozenset({"init"}))
-    again = resumed_run(tmp_path / "run")
-    assert (again, again.done()) == (run, frozenset({"init"}))
-    assert load_setting(tmp_path / "run").seed == 5
-    with pytest.raises(OptionError, match="--resume"):
-        new_run(tmp_path / "run", Setting(), "auto")
-    with pytest.raises(OptionError, match="no demo"):
-        resumed_run(tmp_path)
+def test_a_folder_that_holds_files_is_refused_with_the_next_step(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(OptionError, match="choose another --out, or delete it first"):
+        new_run(tmp_path, Setting(), "auto")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import onnxruntime
 import pytest
 from typer.testing import Result
 
-from export.build import install_model as package
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
 from export.errors import ConversionError, ExportError, SlotError, TamperedError
@@ -42,6 +41,11 @@ def held_out(directory: Path, folder: Path) -> HeldOut:
     return HeldOut(pictures, labels_by(directory, pictures), pictures[:8])
 
 
+@pytest.fixture
+def any_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "BUDGET", 1.0)
+
+
 def _by_name(manifest: Manifest) -> Mapping[str, Variant]:
     return {one.name: one for one in manifest.variants}
 
@@ -53,17 +57,18 @@ def test_each_variant_is_measured_and_the_decision_recorded(
     manifest = add_variants(directory, held_out, threads=1)
     assert manifest == read_manifest(directory)
     tried = _by_name(manifest)
-    assert list(tried) == ["fp32", "fp16", "int8", "trt_fp16"]
-    assert (tried["fp32"].file, tried["trt_fp16"].reason) == (manifest.model, "not tried: no TensorRT, only CPU")
+    assert list(tried) == ["fp32", "fp16", "int8"]
+    assert tried["fp32"].file == manifest.model
     for name in ("fp32", "fp16", "int8"):
         one = tried[name]
         assert (one.latency_ms or 0) > 0
         assert (one.top1_agreement or 0) > 0.9
-        assert (one.machine, one.images, bool(one.reason)) == (None, len(held_out.images), True)
+        assert (one.images, bool(one.reason)) == (len(held_out.images), True)
         assert one.file is None or (directory / one.file.name).stat().st_size == one.file.size
     assert tried[manifest.serves].file is not None
 
 
+@pytest.mark.usefixtures("any_loss")
 @pytest.mark.parametrize(
     ("milliseconds", "serves"),
     [
@@ -76,7 +81,7 @@ def test_the_fastest_that_is_clearly_faster_is_served(
     directory: Path, held_out: HeldOut, clock: Clock, milliseconds: Mapping[str, float], serves: str
 ) -> None:
     clock(**milliseconds)
-    manifest = add_variants(directory, held_out, budget=0.2, threads=1)
+    manifest = add_variants(directory, held_out, threads=1)
     assert manifest.serves == serves
     model = Model.load(directory, threads=1)
     assert model.predictor.name == str(directory / (model.served.file or manifest.model).name)
@@ -115,11 +120,12 @@ def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     assert Model.load(directory, threads=1).predict(held_out.images).shape == (len(held_out.images), len(CLASSES))
 
 
+@pytest.mark.usefixtures("any_loss")
 def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_model_says_of_itself(
     directory: Path, held_out: HeldOut, clock: Clock
 ) -> None:
     clock(fp32=3.0, fp16=2.0, int8=1.0)
-    manifest = add_variants(directory, held_out, budget=1.0, threads=1)
+    manifest = add_variants(directory, held_out, threads=1)
     image = np.asarray(export_models.picture(5, 61, 50))
     fitted = load_image(export_models.encoded(export_models.picture(5, 61, 50), "PNG"), FORM)
     fronts, answers, told = [], [], []
@@ -139,11 +145,12 @@ def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_mo
     assert not np.array_equal(answers[0], answers[2])
 
 
+@pytest.mark.usefixtures("any_loss")
 def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
     directory: Path, held_out: HeldOut, tmp_path: Path, clock: Clock
 ) -> None:
     clock(fp32=3.0, fp16=2.0, int8=1.0)
-    add_variants(directory, held_out, budget=1.0, threads=1)
+    add_variants(directory, held_out, threads=1)
     export_models.flip_bit(directory / "model-fp16.onnx", 1000)
     with pytest.raises(TamperedError, match=r"model-fp16\.onnx"):
         ModelVersions(directory.parent).verify(directory.name)
@@ -213,8 +220,6 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_pa
     assert checks[manifest.serves].top1_agreement == agreement
     [row] = data_of(run_fedcg("model", "list", str(root), "--json").stdout)
     assert row["verification"] == manifest.verification.model_dump(mode="json")
-    told = run_fedcg("model", "verify", str(root)).stdout
-    assert f"accuracy on {len(images.files)} held-out images: torch 100.0%, ONNX 100.0%, fp16 " in told
 
 
 @pytest.mark.usefixtures("quick")
@@ -222,7 +227,7 @@ def test_a_form_that_only_did_well_where_it_was_chosen_is_not_served(
     tmp_path: Path, images: TestImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(variants._CONVERSIONS, "int8", lambda content, _: _spoilt(content))
-    monkeypatch.setattr(package, "add_variants", lambda *a, **k: variants.add_variants(*a, **k, budget=1.0))
+    monkeypatch.setattr(variants, "_objection", lambda *_: "")
     directory = _install(tmp_path / "models", images)
     manifest = read_manifest(directory)
     spoilt = next(one for one in manifest.variants if one.name == "int8")
@@ -242,7 +247,7 @@ def key(tmp_path: Path) -> Path:
 
 
 def _optimise(root: Path, folder: Path, *more: str) -> Result:
-    return run_fedcg("model", "optimise", root, "--images", folder, "--threads", "1", "--budget", "100", *more)
+    return run_fedcg("model", "optimise", root, "--images", folder, "--threads", "1", *more)
 
 
 def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, folder: Path, clock: Clock) -> None:
@@ -257,13 +262,14 @@ def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, f
     assert "at least 1.05 is required" in told.stdout
 
 
+@pytest.mark.usefixtures("any_loss")
 def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: Path, clock: Clock) -> None:
     root = install_model(tmp_path).parent
     clock(fp16=10.0)
     first = data_of(_optimise(root, folder, "--json").stdout)
     assert (first["model"], first["installed"], first["serves"]) == (str(root / "0002"), True, "fp16")
     assert first["serves"] == read_manifest(root / "0002").serves
-    assert [one["name"] for one in first["variants"]] == ["fp32", "fp16", "int8", "trt_fp16"]
+    assert [one["name"] for one in first["variants"]] == ["fp32", "fp16", "int8"]
     assert (first["providers"], first["variants"][0]["images"]) == (["CPUExecutionProvider"], 18)  # 6 of 24 calibrate
     again = data_of(_optimise(root, folder, "--json").stdout)
     assert (again["model"], again["installed"], again["serves"]) == (str(root / "0002"), False, "fp16")
@@ -271,11 +277,12 @@ def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: 
     slower = data_of(_optimise(root, folder, "--json").stdout)
     assert (slower["model"], slower["installed"], slower["serves"]) == (str(root / "0003"), True, "fp32")
     clock(int8=10.0)
-    people = _optimise(root, folder, "--calibration", str(folder))
+    people = _optimise(root, folder)
     assert f"in use: {root / '0004'}" in people.stdout
     assert "* " in people.stdout
 
 
+@pytest.mark.usefixtures("any_loss")
 def test_an_unsigned_version_never_replaces_a_signed_one(tmp_path: Path, folder: Path, key: Path, clock: Clock) -> None:
     root = install_model(tmp_path, key=key).parent
     clock(fp16=10.0)

@@ -4,21 +4,17 @@ There is no card here: onnxruntime's list of providers is replaced, and its sess
 computes on the CPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import pytest
 
-from export.build.variants import HeldOut, add_variants
-from export.model import runtime, versions
-from export.model.manifest import read_manifest
+from export.model import versions
 from export.model.runtime import Model, available_providers
 from export.model.versions import ModelVersions
 from export.serving.live_model import ServedModel
-from tests.support.learning.export_models import labels_by
 from tests.support.serving import install_versions
 
 ALL = ["CPUExecutionProvider", "AzureExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]
@@ -65,12 +61,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def _held_out(root: Path) -> HeldOut:
-    random = np.random.default_rng(0)
-    images = [random.integers(0, 256, (20, 24, 3), dtype=np.uint8) for _ in range(8)]
-    return HeldOut(images, labels_by(root, images), images[:4])
-
-
 def test_each_model_has_engines_of_its_own_that_go_with_its_version(
     root: Path, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +70,6 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(
         assert Model.load(root, threads=1).predictor.providers == available_providers()
         options = card.tensorrt
         assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "True"
-        assert options["trt_fp16_enable"] == "False"
         assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"]
         path = Path(options["trt_engine_cache_path"])
         assert path.parent == root / f"{version}.engines"
@@ -126,37 +115,3 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_model(
 def test_without_a_card_no_engines_are_kept(root: Path) -> None:
     Model.load(root, threads=1)
     assert list(root.glob("*.engines")) == []
-
-
-@pytest.mark.parametrize(("half_ms", "flag"), [(1.0, "True"), (3.0, "False")])
-def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
-    root: Path, card: Card, clock: Callable[..., None], half_ms: float, flag: str
-) -> None:
-    clock(fp32=2.0, trt_fp16=half_ms)
-    manifest = add_variants(root / "0002", _held_out(root), threads=1)
-    half = next(one for one in manifest.variants if one.name == "trt_fp16")
-    assert half.machine == runtime.machine()
-    assert manifest.files == (manifest.model,)
-    assert any(asked[0][1] == {"trt_fp16_enable": "True"} for asked in card.asked)  # measured with it, nothing kept yet
-    assert (Model.load(root / "0002", threads=1).served.name == "trt_fp16") == (flag == "True")
-    assert card.tensorrt["trt_fp16_enable"] == flag
-
-
-def test_what_was_chosen_for_one_machine_is_not_used_on_another(
-    root: Path,
-    card: Card,
-    clock: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clock(trt_fp16=1.0)
-    directory = root / "0002"
-    assert add_variants(directory, _held_out(root), threads=1).serves == "trt_fp16"
-    assert Model.load(directory, threads=1).served.name == "trt_fp16"
-    assert card.tensorrt["trt_fp16_enable"] == "True"
-    assert caplog.text == ""
-    monkeypatch.setattr("devices.files.cpuinfo_field", lambda _root, name: {"flags": "fpu sse"}.get(name))
-    there = Model.load(directory, threads=1)
-    assert (there.served.name, there.served.file) == ("fp32", read_manifest(directory).model)
-    assert card.tensorrt["trt_fp16_enable"] == "False"
-    assert "`fedcg model optimise` to try the variants on this machine" in caplog.text

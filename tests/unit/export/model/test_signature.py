@@ -33,24 +33,23 @@ def directory(tmp_path: Path, key: SigningKey) -> Path:
     return install_model(tmp_path / "models", key=tmp_path / "signing.key")
 
 
-def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what_is_refused(
+def test_the_list_says_which_signature_was_checked_with_which_key_and_what_is_refused(
     directory: Path, key: SigningKey, tmp_path: Path
 ) -> None:
     root, fingerprint = directory.parent, key.public.hex[:16]
     words = ("--signed-by", key.public.hex)
     by_whom = f"signature checked with its own key, signer not verified (fingerprint {fingerprint})"
-    assert by_whom in run_fedcg("model", "verify", root).stdout
+    assert by_whom in run_fedcg("model", "list", root).stdout
     by_key = f"signature checked with {key.public.hex} (fingerprint {fingerprint})"
-    assert by_key in run_fedcg("model", "verify", root, *words).stdout
+    assert by_key in run_fedcg("model", "list", root, *words).stdout
     note_signer(tmp_path, key.public.hex)
     named = f"signature checked with {tmp_path / 'signing.pub'} (fingerprint {fingerprint})"
-    assert named in run_fedcg("model", "verify", root).stdout
     [listed] = data_of(run_fedcg("model", "list", root, "--json").stdout)
     assert (listed["state"], listed["signed_by"], listed["signature"]) == ("sound", key.public.hex, named)
     flip_bit(directory / "model.onnx", 1000)
-    [row] = run_fedcg("model", "list", root).stdout.splitlines()[1:-1]
-    assert "refused: " in row
-    assert "the file does not match" in row
+    damaged = run_fedcg("model", "list", root)
+    assert (damaged.exit_code, "the file does not match" in damaged.stderr) == (2, True)
+    assert "refused: " in damaged.stdout
     (directory / "manifest.sig").unlink()
     assert "the model is not signed" in run_fedcg("model", "list", root).stdout
     assert "the model is not signed" in run_fedcg("model", "use", root, "0001", *words).stderr
@@ -86,7 +85,7 @@ def _sign_by_another(directory: Path) -> None:
 def test_what_the_box_did_not_sign_is_refused_by_the_command(
     directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str, is_intact: bool
 ) -> None:
-    command = ["verify", str(directory.parent), "--signed-by", key.public.hex]
+    command = ["list", str(directory.parent), "--signed-by", key.public.hex]
     assert run_fedcg("model", *command).exit_code == 0
     alter(directory)
     with pytest.raises(TamperedError, match=told):
@@ -117,9 +116,10 @@ def test_beside_the_boxs_own_key_only_its_models_are_used_without_an_option(
     assert run_fedcg("model", "use", "models", "0001").exit_code == 0
     assert load("models").manifest.round == 1
     alter(directory)
-    for command in (classify, ["model", "verify", "models"], ["model", "use", "models", "0001"]):
+    for command in (classify, ["model", "use", "models", "0001"]):
         refused = run_fedcg(*command)
         assert (refused.exit_code, refused.stdout) == (2, "")
+    assert run_fedcg("model", "list", "models").exit_code == 2
     with pytest.raises(TamperedError):
         load("models")
 

@@ -6,7 +6,6 @@ import pytest
 from export.model.runtime import Floats
 from export.serving import judge
 from tests.support.present import present
-from tests.support.watch_rates import DAMAGE, TRAFFIC, taken_back
 
 STAGE = judge.CandidateStage(images=40, limit_s=600.0)
 EVEN = [0, 1, 2, 3] * 10
@@ -244,14 +243,14 @@ def test_a_window_of_0_watches_nothing() -> None:
     assert watch.verdict() is None
 
 
-@pytest.mark.parametrize("how", ["each image for itself", "in runs of 20"])
-def test_good_versions_stay_and_one_that_names_one_class_goes_also_where_images_repeat(how: str) -> None:
-    traffic = TRAFFIC[f"10 classes, {how}"]
-    good, _ = taken_back(traffic, traffic, 6)
-    assert good <= 1 / 6
-    bad, after = taken_back(traffic, DAMAGE["one class for every image"](traffic), 3)
-    assert bad == 1.0
-    assert after <= 2 * 200
+@pytest.mark.parametrize(("run", "goes"), [(1, True), (10, False)])
+def test_images_in_runs_count_as_few_independent_ones(run: int, goes: bool) -> None:
+    watch, verdicts = judge.Watch(WINDOW), []
+    for version, classes in (("0001", [0, 1, 2, 3]), ("0002", [0, 1])):
+        repeats = WINDOW // len(classes) // run
+        watch.answered(version, _rows([one for one in classes * repeats for _ in range(run)]))
+        verdicts.append(watch.verdict())
+    assert [one is not None for one in verdicts] == [False, goes]
 
 
 def test_failures_that_the_version_before_had_as_well_are_no_reason() -> None:
