@@ -310,7 +310,11 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     if keys is not None:
         yield _key_figure(*right_blocks(movement.own, scrambling_by(view.spec, keys), known, params.block))
     tick()
-    classes = two_class_control(case, _BY_CLASS, model.shares, params.epochs)
+
+    def of_simulated(some: ImageSet, own: Streams) -> torch.Tensor:
+        return model.shares(networks.of_simulated_client(view, some, own, params.epochs))
+
+    classes = two_class_control(case, _BY_CLASS, of_simulated)
     tick()
     yield membership_control(case, streams.at("control"))
     yield replace(classes, figure="label_l1")

@@ -22,6 +22,7 @@ from audit.evidence import Case, Knowledge, View, networks
 from audit.measures import Chance, Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
+from audit.techniques.simulated_clients import SimulatedClients, followed, knowledge, simulated_clients
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks import build_part, load_part
@@ -210,7 +211,7 @@ def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Fig
     def figure(name: str, guess: torch.Tensor) -> Figure:
         return _L1.figure(
             f"whole update, {name}",
-            _WHOLE,
+            (*_WHOLE, *knowledge(name)),
             interval(lambda shares: _distance(guess, shares)),
             (best, _distance(trivial[best], true)),
             len(rows),
@@ -265,32 +266,39 @@ def single_class_control(case: Case) -> Control:
     return Control("A batch of one class, untrained LeNet5 with sigmoids: correct labels", worst, "1", worst > 0.99)
 
 
-def two_class_control(
-    case: Case, what: str, infer: Callable[[View], torch.Tensor], epochs: int = _CONTROL_EPOCHS
-) -> Control:
+def two_class_control(case: Case, what: str, infer: Callable[[ImageSet, Streams], torch.Tensor]) -> Control:
     """Attack the update of a simulated client of the same method with two classes, or one if there are fewer than four.
 
     Args:
         case: provides the images.
         what: the setting of the attack.
-        infer: the attack, from a view to shares [C].
-        epochs: of the client's training.
+        infer: simulates the client with these images and attacks it: shares [C].
     """
     view, streams = case.view, case.streams.at("labels", "two classes")
     some = _images_of(case.truth.train, 2 if view.spec.class_count >= 4 else 1, _CONTROL_IMAGES)
     true, title = _shares_of(some), f"Class shares of a simulated client with two classes, {what}: L1 distance"
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
     try:
-        found = _distance(infer(networks.of_simulated_client(view, some, streams, epochs)), true)
+        found = _distance(infer(some, streams), true)
     except DivergedError:  # as GANs do on few images: then the control is inconclusive
         found, title = _FARTHEST, f"{title} (its training diverged)"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
 
 
-def headline_control(case: Case, effort: Effort, tick: Tick) -> Control:
-    """Run `two_class_control` for the setting that leads the report."""
-    own, work = case.streams.at("labels", "two classes"), _shadow_work(effort)
-    return two_class_control(case, HEADLINE, lambda view: inferred(view, own, *work, tick)[HEADLINE][0])
+def headline_control(case: Case, effort: Effort, tick: Tick, clients: SimulatedClients | None = None) -> Control:
+    """Run `two_class_control` for the setting that leads the report: that of simulated clients, if there are any."""
+
+    def of_shadows(some: ImageSet, own: Streams) -> torch.Tensor:
+        view = networks.of_simulated_client(case.view, some, own, _CONTROL_EPOCHS)
+        return inferred(view, own, *_shadow_work(effort), tick)[HEADLINE][0]
+
+    def of_clients(some: ImageSet, own: Streams) -> torch.Tensor:
+        assert clients is not None
+        sent = followed(case.view, clients.rounds, some, clients.privacy, own)
+        return next(iter(clients.inferred(sent).values()))[0]
+
+    what, infer = (HEADLINE, of_shadows) if clients is None else ("simulated clients", of_clients)
+    return two_class_control(case, what, infer)
 
 
 def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:
@@ -308,8 +316,8 @@ def _notes(headline: Figure, guess: torch.Tensor, true: torch.Tensor) -> Iterato
     )
     yield f"Rank correlation (Spearman) of inferred and true shares: {rank:.2f}."
     yield (
-        "No real images are used: probes are samples of the sent generator or random numbers. Intervals of label_l1 cover "
-        "the device's images; with a single update, they do not cover other training runs."
+        "Only simulated clients use images, auxiliary ones: other probes are samples of the sent generator or random numbers. "
+        "Intervals of label_l1 cover the device's images; they do not cover other training runs."
     )
 
 
@@ -317,9 +325,13 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     case, effort, streams = trial.case, trial.effort, trial.streams
     private = case.truth.before is not None
     sizes = [size for size in _BATCHES if size <= len(case.truth.train)] if private else []
-    tick = trial.steps(4 * effort.of(4, 8, 24) + len(sizes) + 1)
+    count, steps = effort.of(12, 32, 96), effort.of(5000, 30_000, 300_000)
+    tick = trial.steps(4 * effort.of(4, 8, 24) + len(sizes) + 1 + count)
     trivial = trivial_guesses(case.view, streams)
-    guesses = inferred(case.view, streams, *_shadow_work(effort), tick)
+    clients = simulated_clients(case.view, case.truth.privacy, streams.at("simulated"), count, steps, tick)
+    guesses = {} if clients is None else dict(clients.inferred())
+    leading = next(iter(guesses), HEADLINE)
+    guesses |= inferred(case.view, streams, *_shadow_work(effort), tick)
     headline, *others = update_figures(case, guesses, trivial)
     yield headline
     yield from others
@@ -327,9 +339,9 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
         yield from _batch_figures(case, size, effort.of(16, 64, 256), trivial)
         tick()
     yield single_class_control(case)
-    yield headline_control(case, effort, tick)
+    yield headline_control(case, effort, tick, clients)
     tick()
-    true, guess = _shares_of(case.truth.train), guesses[HEADLINE][0]
+    true, guess = _shares_of(case.truth.train), guesses[leading][0]
     lines = {"true": true, "inferred": guess, headline.floor_is: trivial[headline.floor_is]}
     points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
     yield Curve("Shares of the classes", "class (index in the spec's list)", "share", points)

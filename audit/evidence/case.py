@@ -74,6 +74,7 @@ class Knowledge(str, Enum):
     BATCH = "gradients of single batches, which no device sends"
     BEFORE = "the aggregate that the round started from"
     OTHERS = "the updates of the other clients"
+    HISTORY = "the updates and aggregates of earlier rounds"
     START = "the private networks' initial weights, as derived from the public seed"
     AUXILIARY = "labelled images of the same kind"
     CANDIDATES = "a list of images that includes the right one"
@@ -109,6 +110,13 @@ class Extractor(str, Enum):
         return self in (Extractor.SENT, Extractor.TRUE)
 
 
+class Earlier(Value):
+    """A recorded round: the aggregate that it started from, and what the clients sent that were recorded."""
+
+    before: Aggregate
+    updates: Mapping[str, Mapping[Part, Weights]]
+
+
 class View(Value):
     """Everything that an attacker has of one client in one round.
 
@@ -121,6 +129,7 @@ class View(Value):
         artifact: sha256 of the update's bytes; empty if only its content is known.
         private: private parts given to the attacker; empty except for ceilings and positive controls.
         colluder: another device of the cohort that helps the attacker; None without one.
+        history: the recorded rounds directly before this one in which the client took part, in order.
     """
 
     spec: FederationSpec
@@ -134,6 +143,7 @@ class View(Value):
     private: Mapping[Part, Weights] = field(default_factory=dict)
     artifact: str = ""
     colluder: Colluder | None = None
+    history: tuple[Earlier, ...] = ()
 
     @property
     def method(self) -> Method:

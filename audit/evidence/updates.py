@@ -7,12 +7,13 @@ and codec.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from audit.errors import CaptureError, DecodeError
-from audit.evidence.case import Colluder, View
+from audit.evidence.case import Colluder, Earlier, View
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from fedcg.errors import NOT_FOUND
 from fedcg.files import file_sha256
@@ -34,6 +35,7 @@ from fedcg.wire.sealed_numbers import Numbers
 from fedcg.wire.sums import opened_means
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_HISTORY = 4  # rounds before the audited one
 _GAPS = {
     "incomplete": "incomplete transfers",
     "bases_not_seen": "base aggregates of updates that were not recorded",
@@ -120,7 +122,23 @@ class RecordedUpdates(Value):
             header.report or Report(),
             auxiliary,
             artifact=there[client, number],
+            history=self._history(client, number, there, secret),
         )
+
+    def _history(
+        self, client: str, number: int, there: Mapping[tuple[str, int], str], secret: bytes | None
+    ) -> tuple[Earlier, ...]:
+        """Return the recorded rounds directly before this one, at most four, until one in which something is missing."""
+        found: list[Earlier] = []
+        with suppress(CaptureError):
+            for at in range(number - 1, max(0, number - _HISTORY - 1), -1):
+                mine = there.get((client, at))
+                if mine is None or not self.spec.trains_in(at):
+                    break
+                of_round = {name: id_ for (name, when), id_ in there.items() if when == at}
+                updates = {name: self._update(id_, self._base(self.headers[id_])) for name, id_ in of_round.items()}
+                found.insert(0, Earlier(self._aggregate(self._base(self.headers[mine]).id, secret), updates))
+        return tuple(found)
 
     def _base(self, header: ArtifactHeader) -> Base:
         if header.base is None or header.base not in self.headers or self.headers[header.base].kind != "aggregate":

@@ -81,7 +81,7 @@ def _centred(values: torch.Tensor) -> torch.Tensor:
     return values - values.mean(-2, keepdim=True)
 
 
-def fitted(values: torch.Tensor, shares: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def fitted(values: torch.Tensor, shares: torch.Tensor, ridge: float = _RIDGE) -> Callable[[torch.Tensor], torch.Tensor]:
     """Fit a conditional logit: shares [K, C] = softmax over the classes of values [K, C, F] @ w; classes are exchangeable, so w has F numbers.
 
     Returns:
@@ -93,8 +93,8 @@ def fitted(values: torch.Tensor, shares: torch.Tensor) -> Callable[[torch.Tensor
     def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         given = torch.from_numpy(weights)
         logits = (scaled @ given).log_softmax(1)
-        value = -(wanted * logits).sum() / len(wanted) + _RIDGE * given.square().sum()
-        slope = torch.einsum("kc,kcf->f", logits.exp() - wanted, scaled) / len(wanted) + 2 * _RIDGE * given
+        value = -(wanted * logits).sum() / len(wanted) + ridge * given.square().sum()
+        slope = torch.einsum("kc,kcf->f", logits.exp() - wanted, scaled) / len(wanted) + 2 * ridge * given
         return float(value), slope.numpy()
 
     found = torch.from_numpy(minimize(loss, np.zeros(values.shape[2]), jac=True, method="L-BFGS-B").x).float() / scale
@@ -179,9 +179,9 @@ def by_readout(view: View, parts: Mapping[Part, Weights], streams: Streams) -> t
 
 
 @torch.no_grad()
-def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
+def generator_statistics(view: View, before: Weights, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
     """Return the movements of a sent generator, [C, 5], each with mean 0 over the classes; see the module's docstring."""
-    spec, before, after = view.spec, view.before.parts[Part.GENERATOR], parts[Part.GENERATOR]
+    spec, after = view.spec, parts[Part.GENERATOR]
     old, new = (probes_for(spec, one, streams.generator("statistics")) for one in (before, after))
     row = before["embedding.weight"]
     moved = after["embedding.weight"] - row
@@ -213,7 +213,8 @@ def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) 
         "responses": min(plain, adjusted, key=lambda one: one[1])[0],
     }
     if Part.GENERATOR in view.update and Part.GENERATOR in view.before.parts:
-        values = torch.stack([generator_statistics(view, parts, streams) for parts in sent])
+        old = view.before.parts[Part.GENERATOR]
+        values = torch.stack([generator_statistics(view, old, parts, streams) for parts in sent])
         found["generator"] = fitted(values, (found["readout"] + found["responses"]) / 2)(values)
     logs = torch.stack(list(found.values())).clamp(min=_LEAST_SHARE).log()
     together = {HEADLINE: logs.mean(0).softmax(-1), **found}
