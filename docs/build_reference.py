@@ -20,9 +20,6 @@ from coordinator.facts.metrics import METRICS
 from coordinator.facts.problems import remedies
 from coordinator.http.app import ROUTERS
 from coordinator.operations.create_federation import OperatorPlan
-from devices.power import Rail, Supply
-from devices.telemetry import Telemetry, Zone
-from edge_client.agent.hardware import metrics_text
 from edge_client.config import AgentConfig
 from export.serving.app import Metrics
 from fedcg.cli import PANELS, app
@@ -219,12 +216,6 @@ def _texts() -> Iterator[Page]:
 
 
 def _metrics() -> Iterator[Page]:
-    zones, rails = (Zone("cpu", 50.0, 80.0),), (Rail("VDD_IN", 9.0),)
-    supply = Supply(on_mains=True, battery_percent=90)
-    read = Telemetry(zones, rails, supply=supply, counters={"oc1": 0}, free_disk_bytes=1, free_memory_bytes=1)
-    nameless = AgentConfig.model_construct(federation="", device="")  # type: ignore[call-arg]  # no more is read
-    of_device = metrics_text(nameless, read, None)
-    labels = dict(re.findall(r'^(\w+)\{federation="",device="",?(\w*)', of_device, re.MULTILINE))
     served = re.findall(r"# HELP (\S+) (.+)", Metrics().text(None, None, queue=0, is_ready=True).decode())
     coordinators = ((_code(name), text, ", ".join(labels)) for name, (text, labels) in METRICS.items())
     yield (
@@ -233,8 +224,6 @@ def _metrics() -> Iterator[Page]:
             "# Metrics",
             "## Coordinator, `/metrics`",
             _table("metric, meaning, labels", coordinators),
-            "## Device, file in `metrics_folder`",
-            _table("metric, further label", ((_code(name), label) for name, label in labels.items())),
             "## `fedcg infer serve`, `/metrics`",
             _table("metric, meaning", ((_code(name), text) for name, text in served)),
         ],

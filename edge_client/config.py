@@ -332,7 +332,6 @@ class AgentConfig(Settings):
         store: folder of this device's private store: networks, secrets, and the record of what left.
         carrier: how updates and aggregates travel: mqtt (over the broker) or https (to and from the coordinator).
         carrier_url: https://HOST:PORT of the coordinator's carrier; required for carrier https.
-        metrics_folder: folder of the node exporter's textfile collector, for Prometheus metrics. Default: no metrics.
     """
 
     federation: Identifier
@@ -355,9 +354,6 @@ class AgentConfig(Settings):
     audit: AuditSection = AuditSection()
     privacy: PrivacySettings = OFF
     eligibility: EligibilitySettings = EligibilitySettings()
-    metrics_folder: Annotated[
-        Path | None, Field(description="folder for Prometheus metrics: the node exporter's textfile collector")
-    ] = None
 
     @model_validator(mode="before")
     @classmethod

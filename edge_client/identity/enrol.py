@@ -225,7 +225,6 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
         ("audit", "auxiliary"): config.audit.auxiliary,
         ("eligibility", "lock_file"): config.eligibility.lock_file,
         ("eligibility", "stop_file"): config.eligibility.stop_file,
-        ("", "metrics_folder"): config.metrics_folder,
     }
     values |= {name: str(path.absolute()) for name, path in own.items() if path is not None}
     if config.tls is not None:

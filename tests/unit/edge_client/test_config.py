@@ -244,7 +244,7 @@ def test_a_defence_is_read(tmp_path: Path) -> None:
 
 
 def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside_the_file(tmp_path: Path) -> None:
-    text = f'metrics_folder = "prom"\n{GOOD}\n[eligibility]\nlock_file = "app.lock"\non_mains = true\n'
+    text = f'{GOOD}\n[eligibility]\nlock_file = "app.lock"\non_mains = true\n'
     environment = {
         "FEDCG_AGENT_ELIGIBILITY_QUIET_HOURS": "22:00-06:00, 12:00-13:00",
         "FEDCG_AGENT_ELIGIBILITY_POWER_MODES": "15W",
@@ -252,8 +252,11 @@ def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside
     }
     config = load(tmp_path, text, environment)
     found = config.eligibility
-    assert (found.lock_file, config.metrics_folder) == (tmp_path / "app.lock", tmp_path / "prom")
-    assert (found.on_mains, found.quiet_hours) == (True, ("22:00-06:00", "12:00-13:00"))
+    assert (found.lock_file, found.on_mains, found.quiet_hours) == (
+        tmp_path / "app.lock",
+        True,
+        ("22:00-06:00", "12:00-13:00"),
+    )
     assert (found.power_modes, found.metered_interfaces) == (("15W",), ("wwan0", "usb*"))
 
 

@@ -132,9 +132,7 @@ def doctor(config: Path) -> dict[str, dict[str, str]]:
     [
         ('store = "/etc/passwd"', "store: /etc/passwd is not a folder", "correct `store`"),
         ('store = "/etc/passwd/box"', "store: /etc/passwd is not a folder", "correct `store`"),
-        ('metrics_folder = "/etc/passwd"', "metrics_folder: /etc/passwd is not a folder", "correct `metrics_folder`"),
-        ('metrics_folder = "absent"', "absent is not a folder", "or create it"),
-        ('metrics_folder = "/sys/kernel"', "metrics_folder: the user with id 65534 can't write to", "chown"),
+        ('store = "/sys/kernel"', "store: the user with id 65534 can't write to /sys/kernel", "chown"),
         ('store = "/sys/box"', "store: the user with id 65534 can't write to /sys", "correct `store`"),
         ('[eligibility]\nlock_file = "/tmp"', "lock_file: /tmp is not a file", "`lock_file` under [eligibility]"),
         ('[eligibility]\nlock_file = "shut"', "shut is not a file that the user with id 65534", "[eligibility]"),
