@@ -264,9 +264,6 @@ def diagnose_command(
     events: Annotated[
         int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Number of newest events to include.")
     ] = 2000,
-    with_class_names: Annotated[
-        bool, typer.Option("--with-class-names", help="Include class names. Default: classes are numbered.")
-    ] = False,
 ) -> Result:
     """Write a support file: settings, status, doctor, events, versions and file sizes. No keys, secrets, images or weights.
 
@@ -282,7 +279,7 @@ def diagnose_command(
         raise BadInputError(f"--out {out}: give a file name ending in .zip, in an existing folder")
     if out.exists():
         raise BadInputError(f"{out} exists already; choose another file", exit_code=EXISTS)
-    content, names = support_file(settings, events, with_class_names=with_class_names)
+    content, names = support_file(settings, events)
     write_durably(out, content, is_new=True)
     values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}
     return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: review it, then send it to support."
