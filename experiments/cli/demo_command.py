@@ -30,7 +30,6 @@ class DemoOptions(BaseModel):
         int | None, Field(ge=0, description="unlabelled images, held out for the server; default: as feddf needs")
     ] = None
     params: Annotated[list[str], Field(description="parameter of the method, key=value; repeat for more")] = []
-    broker: Annotated[str, Field(description="mosquitto, amqtt, or auto: Mosquitto if installed")] = "auto"
     out: Annotated[Path | None, Field(description="folder of the run; default: ./demo-out, or the next free name")] = (
         None
     )
@@ -112,7 +111,7 @@ def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
         raise OptionError(
             f"{setting.method} distils on unlabelled public images: omit --public-images, or give a number"
         )
-    return new_run(options.out or settings.free_folder("demo-out"), setting, options.broker)
+    return new_run(options.out or settings.free_folder("demo-out"), setting)
 
 
 def _show(summary: dict[str, Any], root: Path, console: Console) -> None:

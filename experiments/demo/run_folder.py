@@ -12,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from experiments.data.deal import Deal, DealOptions, deal_out
 from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
@@ -20,12 +19,11 @@ from experiments.errors import OptionError, SourceError
 from experiments.settings import OPTIONS_FILE, Setting, load_setting, root_secret
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
-from fedcg.find_mosquitto import find_mosquitto
+from fedcg.find_mosquitto import NO_MOSQUITTO, find_mosquitto
 from fedcg.values import Value
 
 LOOPBACK = "127.0.0.1"
 PARTITION_FILE = "partition.json"
-MOSQUITTO, EMBEDDED = "mosquitto", "amqtt"
 
 
 class Run(Value):
@@ -33,14 +31,8 @@ class Run(Value):
 
     root: Path
     setting: Setting
-    broker: str
     broker_port: int
     api_port: int
-
-    @property
-    def protocol(self) -> Literal["3.1.1", "auto"]:
-        """The MQTT version that all processes use; the embedded broker has only one."""
-        return "3.1.1" if self.broker == EMBEDDED else "auto"
 
     @property
     def home(self) -> Path:
@@ -67,7 +59,6 @@ class Run(Value):
         record = {
             "format": 1,
             "setting": self.setting.model_dump(mode="json"),
-            "broker": self.broker,
             "ports": [self.broker_port, self.api_port],
             "done": sorted(done),
         }
@@ -90,32 +81,20 @@ def free_ports(count: int) -> list[int]:
             listener.close()
 
 
-def chosen_broker(wanted: str) -> str:
-    """Return the broker of `fedcg broker run` for the demo's option `--broker`.
-
-    Raises:
-        OptionError: unknown broker.
-    """
-    if wanted == "auto":
-        return MOSQUITTO if find_mosquitto() is not None else EMBEDDED
-    if wanted not in (MOSQUITTO, EMBEDDED):
-        raise OptionError(f"--broker {wanted}: choose one of auto, {MOSQUITTO}, {EMBEDDED}")
-    return wanted
-
-
-def new_run(root: Path, setting: Setting, broker: str) -> Run:
+def new_run(root: Path, setting: Setting) -> Run:
     """Return the folder of a new demo; writes nothing yet.
 
     Raises:
-        OptionError: the folder is not empty, or the broker is unknown.
+        OptionError: the folder is not empty, or Mosquitto is not installed.
     """
-    broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise OptionError(
             f"{root} is not an empty folder; choose another --out, or use --resume {root}", exit_code=EXISTS
         )
+    if find_mosquitto() is None:
+        raise OptionError(NO_MOSQUITTO)
     broker_port, api_port = free_ports(2)
-    return Run(root.resolve(), setting, broker, broker_port, api_port)
+    return Run(root.resolve(), setting, broker_port, api_port)
 
 
 def resumed_run(root: Path) -> Run:
@@ -126,9 +105,7 @@ def resumed_run(root: Path) -> Run:
     """
     setting = load_setting(root)
     record = json.loads((root / OPTIONS_FILE).read_text())
-    return Run(
-        root.resolve(), setting, chosen_broker(record["broker"]), int(record["ports"][0]), int(record["ports"][1])
-    )
+    return Run(root.resolve(), setting, int(record["ports"][0]), int(record["ports"][1]))
 
 
 def write_secrets(folder: Path, seed: int, client: str) -> None:
