@@ -210,10 +210,6 @@ class TrainingSection(Settings):
     ] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="CPU threads; 0 = chosen for this device")] = 0
-    precision: Annotated[
-        Literal["f32", "bf16"],
-        Field(description="precision of training steps: f32, or bf16 if the CPU or GPU supports it"),
-    ] = "f32"
     priority: Annotated[
         Literal["normal", "low", "idle"],
         Field(

@@ -202,7 +202,7 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
             for field in sorted(reported)
         ),
         f"  {'facts':<16} {'':>9}  versions of torch and fedcg-edge, processor model, cpu or cuda, threads, batch size,",
-        f"  {'':<16} {'':>9}  rows per training step, precision, SHA-256 of the device's own program",
+        f"  {'':<16} {'':>9}  rows per training step, SHA-256 of the device's own program",
         f"Work per round: {_work(spec, dict.fromkeys(excesses(spec, policy), new))}.",
     ]
     return "\n".join(log_text(line, len(line)) for line in lines)  # values of a spec can't steer the terminal

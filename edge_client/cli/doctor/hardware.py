@@ -94,7 +94,6 @@ def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
     yield Finding("processor", "ok", f"{profile.cpu_model or UNAVAILABLE}, CPUs: {cpus}")
     yield Finding("GPU", "ok", describe_gpu(profile.gpu))
     providers = runtime_providers() if root == LIVE_ROOT else None
-    yield Finding("precisions", "ok", ", ".join(profile.precisions or ()) or UNAVAILABLE)
     obstacle = "" if providers is None else runtime_obstacle(profile)
     yield Finding("ONNX Runtime", "warning" if obstacle else "ok", ", ".join(providers or ()) or UNAVAILABLE, obstacle)
     if (builds := profile.builds) is not None:
@@ -174,9 +173,7 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
         )
     try:
         box, problem, wanted = detect(), torch_obstacle(), config.training
-        plan = plan_training(
-            box, device=wanted.device, threads=wanted.threads, gpu_problem=problem, precision=wanted.precision
-        )
+        plan = plan_training(box, device=wanted.device, threads=wanted.threads, gpu_problem=problem)
     except NotTrainableError as error:
         return "failed", str(error), "correct it; until then this device can run a model, but can't train"
     if (trouble := _networks(config)) is not None:

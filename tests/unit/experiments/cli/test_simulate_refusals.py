@@ -17,7 +17,6 @@ REFUSED = [
     ("--method ppidsg --method local --network lenet5", "network.split must be image_small or image_paper"),
     ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
     ("--codec i4", "--codec"),
-    ("--precision bf16", "needs --device cuda"),
     ("--seed 1 --seeds 0-2", "--seed is for a single run, --seeds for several"),
     ("--ray auto --workers 2", "--workers uses processes of this machine"),
     ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
