@@ -43,8 +43,6 @@ class EligibilitySettings(Settings):
         metered_interfaces: names of network interfaces, or patterns such as `wwan*`.
         lock_file: don't train while another process holds a `flock` on this file.
         stop_file: don't train while this file exists.
-        inference_url: http://HOST:PORT of this device's `fedcg infer serve`. Don't train while it gets more than `max_requests_per_s`.
-        max_requests_per_s: requests per second to the server at `inference_url`.
     """
 
     max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None
@@ -57,10 +55,6 @@ class EligibilitySettings(Settings):
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
     lock_file: Path | None = None
     stop_file: Path | None = None
-    inference_url: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,200}$", description="http://HOST:PORT")] = (
-        None
-    )
-    max_requests_per_s: Annotated[float, Field(gt=0, le=1e6)] = 5.0
 
 
 class Reason(Value):
@@ -76,12 +70,7 @@ class Reason(Value):
 
 
 def obstacles(
-    readings: Telemetry,
-    settings: EligibilitySettings,
-    now: datetime,
-    *,
-    requests_per_s: float | None = None,
-    before: DeclineReason | None = None,
+    readings: Telemetry, settings: EligibilitySettings, now: datetime, *, before: DeclineReason | None = None
 ) -> tuple[Reason, ...]:
     """All reasons why the device may not train now, most important first.
 
@@ -89,13 +78,10 @@ def obstacles(
         readings: of its sensors; a reading that is None does not prevent training.
         settings: of its owner.
         now: local time.
-        requests_per_s: of the device's inference server; None if unknown.
-        before: the reason at the last reading. After heat the device must cool by 5 °C, and after load requests must fall to half the limit.
+        before: the reason at the last reading. After heat the device must cool by 5 °C.
     """
-    share = 0.5 if before is DeclineReason.SERVING else 1.0
     found = (
         _reason(DeclineReason.RESERVED, is_held(settings)),
-        _reason(DeclineReason.SERVING, _serving(requests_per_s, settings, share)),
         _reason(DeclineReason.HOT, _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0)),
         _reason(DeclineReason.THROTTLED, ", ".join(readings.hardware_throttling)),
         _reason(DeclineReason.ON_BATTERY, _battery(readings, settings)),
@@ -143,13 +129,6 @@ def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float)
         if zone.temperature_c >= limit_c:
             return f"{zone.name} has {zone.temperature_c:.0f} °C, must be below {limit_c:.0f} °C"
     return ""
-
-
-def _serving(requests_per_s: float | None, settings: EligibilitySettings, share: float) -> str:
-    limit = settings.max_requests_per_s * share
-    if settings.inference_url is None or requests_per_s is None or requests_per_s <= limit:
-        return ""
-    return f"the inference server gets {requests_per_s:.1f} requests/s, the limit is {limit:g}"
 
 
 def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:

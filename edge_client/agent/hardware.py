@@ -10,7 +10,6 @@ from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
 from edge_client.session.signals import Invited
 from edge_client.store.checked_files import LEDGER_FILE, read_lines
-from edge_client.training.box_limits import InferenceLoad
 from fedcg.event_log import EventValue
 from fedcg.wire.messages.schemas import DeclineReason, Offer
 from fedcg.wire.parts import ReportField
@@ -40,7 +39,6 @@ class HardwareWatch:
         self._config = config
         self._read = read or Sensors(config.store).read
         self._now = now
-        self._load = InferenceLoad(config.eligibility.inference_url)
         self._lock = threading.Lock()
         self._last: Reason | None = None
         self.last_read: Telemetry | None = None
@@ -98,9 +96,9 @@ class HardwareWatch:
     def _look(self) -> Reason | None:
         with self._lock:
             self.last_read = read = self._read()
-            before, load = None if self._last is None else self._last.obstacle, self._load()
+            before = None if self._last is None else self._last.obstacle
             settings = self._config.eligibility
-            self._last = next(iter(obstacles(read, settings, self._now(), requests_per_s=load, before=before)), None)
+            self._last = next(iter(obstacles(read, settings, self._now(), before=before)), None)
             return self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:

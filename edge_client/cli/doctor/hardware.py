@@ -17,7 +17,6 @@ from edge_client.config import AUTO, AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.private_store import open_store
-from edge_client.training.box_limits import InferenceLoad
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import backbone_of, files_of_weights, pinned_weights
 from fedcg.sentences import texts
@@ -40,13 +39,11 @@ def examine_hardware(
     """
     store = existing_place(store)
     profile, sensors = detect(root), Sensors(store, root)
-    read, load = sensors.read(), InferenceLoad(settings.inference_url)
-    load()
-    if read.counters or settings.inference_url:
+    read = sensors.read()
+    if read.counters:
         wait(RATE_S)
         read = sensors.read()
-    requests_per_s, now = load(), datetime.now().astimezone()
-    reasons = obstacles(read, settings, now, requests_per_s=requests_per_s)
+    reasons = obstacles(read, settings, datetime.now().astimezone())
     found = {one.obstacle: one.detail for one in reasons}
 
     def judged(check: str, detail: str, obstacle: DeclineReason, warning: str = "") -> Finding:
@@ -73,18 +70,8 @@ def examine_hardware(
         judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", DeclineReason.LOW_DISK),
         judged("links", _links(read), DeclineReason.METERED, _no_effect("unmetered", settings, read)),
         judged("quiet hours", ", ".join(settings.quiet_hours) or "none", DeclineReason.QUIET_HOURS),
-        *([] if settings.inference_url is None else [_serving(requests_per_s, settings, judged)]),
         judged("application", application, DeclineReason.RESERVED),
     )
-
-
-def _serving(requests_per_s: float | None, settings: EligibilitySettings, judged: Callable[..., Finding]) -> Finding:
-    if requests_per_s is None:
-        remedy = (
-            f"{settings.inference_url}/metrics does not answer like `fedcg infer serve`, so it does not block training"
-        )
-        return Finding("inference server", "warning", UNAVAILABLE, remedy)
-    return judged("inference server", f"{requests_per_s:.1f} requests/s", DeclineReason.SERVING)
 
 
 def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:

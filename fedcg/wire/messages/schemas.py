@@ -50,7 +50,6 @@ class DeclineReason(str, Enum):
     DAILY_LIMIT = "daily_limit"
     # Conditions of the device, if its owner allows `health` (otherwise NOT_ELIGIBLE).
     RESERVED = "reserved"
-    SERVING = "serving"
     HOT = "hot"
     THROTTLED = "throttled"
     ON_BATTERY = "on_battery"
@@ -73,7 +72,7 @@ class DeclineReason(str, Enum):
 
 
 _PASSING = frozenset(
-    {"interrupted", "reserved", "serving", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
+    {"interrupted", "reserved", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
     | {"low_disk", "low_memory", "metered"}
 )
 

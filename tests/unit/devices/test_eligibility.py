@@ -136,22 +136,3 @@ def test_every_obstacle_of_the_box_but_missing_time_may_pass_while_the_attempt_i
     of_the_box = set(reasons[reasons.index(DeclineReason.RESERVED) :])
     passing = {reason for reason in reasons if reason.passes}
     assert passing == of_the_box - {DeclineReason.NO_TIME} | {DeclineReason.INTERRUPTED}
-
-
-@pytest.mark.parametrize(
-    ("rate", "before", "keeps"),
-    [
-        (4.0, None, False),
-        (4.1, None, True),
-        (2.1, DeclineReason.SERVING, True),
-        (2.0, DeclineReason.SERVING, False),
-        (None, None, False),
-    ],
-)
-def test_requests_above_the_limit_keep_a_box_from_training_until_they_fell_to_half_of_it(
-    rate: float | None, before: DeclineReason | None, keeps: bool
-) -> None:
-    settings = EligibilitySettings(inference_url="http://127.0.0.1:8080", max_requests_per_s=4.0)
-    reason = eligibility(Telemetry(), settings, NOON, requests_per_s=rate, before=before)
-    assert (reason is not None and reason.obstacle is DeclineReason.SERVING) is keeps
-    assert eligibility(Telemetry(), EligibilitySettings(), NOON, requests_per_s=1e6) is None  # no server is named
