@@ -15,6 +15,7 @@ from rich.console import Console
 from experiments import settings
 from experiments.errors import OptionError
 from fedcg.child_python import loading
+from fedcg.find_mosquitto import NO_MOSQUITTO, find_mosquitto
 from fedcg.learning.spec import image_form, plan_from_mapping
 from fedcg.learning.split_names import is_projected
 from fedcg.terminal import print_data
@@ -49,6 +50,8 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
     with settings.bad_input_ends():
         options = DemoOptions.model_validate({name: values[name] for name in DemoOptions.model_fields})
         run = _run_folder(values, options)
+        if find_mosquitto() is None:
+            raise OptionError(NO_MOSQUITTO)
     console = Console(stderr=options.as_json)
     console.print(
         f"starting a broker, a coordinator and {run.setting.clients} agents; all files go to {run.root}", soft_wrap=True

@@ -19,7 +19,6 @@ from experiments.errors import OptionError, SourceError
 from experiments.settings import OPTIONS_FILE, Setting, load_setting, root_secret
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
-from fedcg.find_mosquitto import NO_MOSQUITTO, find_mosquitto
 from fedcg.values import Value
 
 LOOPBACK = "127.0.0.1"
@@ -85,14 +84,12 @@ def new_run(root: Path, setting: Setting) -> Run:
     """Return the folder of a new demo; writes nothing yet.
 
     Raises:
-        OptionError: the folder is not empty, or Mosquitto is not installed.
+        OptionError: the folder is not empty.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise OptionError(
             f"{root} is not an empty folder; choose another --out, or use --resume {root}", exit_code=EXISTS
         )
-    if find_mosquitto() is None:
-        raise OptionError(NO_MOSQUITTO)
     broker_port, api_port = free_ports(2)
     return Run(root.resolve(), setting, broker_port, api_port)
 

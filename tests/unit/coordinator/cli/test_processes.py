@@ -142,7 +142,7 @@ def test_a_second_broker_for_a_home_is_refused_and_the_first_ends_on_sigterm(hom
 def test_without_mosquitto_neither_a_broker_nor_the_demo_starts_and_the_message_says_how_to_install_it(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("coordinator.broker.broker_process", "experiments.demo.run_folder"):
+    for module in ("coordinator.broker.broker_process", "experiments.cli.demo_command"):
         monkeypatch.setattr(f"{module}.find_mosquitto", lambda: None)
     for words in (("broker", "run", "--dir", home.root), ("demo", "--out", tmp_path / "out")):
         told = fails(2, *words)

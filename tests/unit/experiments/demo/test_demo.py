@@ -142,13 +142,13 @@ def test_the_roots_differ_by_purpose_and_seed_and_are_private_files(tmp_path: Pa
 
 
 def test_a_run_is_resumed_with_its_own_options_ports_and_steps(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run", Setting(seed=5, clients=3), "auto")
+    run = new_run(tmp_path / "run", Setting(seed=5, clients=3))
     run.save(frozenset({"init"}))
     again = resumed_run(tmp_path / "run")
     assert (again, again.done()) == (run, frozenset({"init"}))
     assert load_setting(tmp_path / "run").seed == 5
     with pytest.raises(OptionError, match="--resume"):
-        new_run(tmp_path / "run", Setting(), "auto")
+        new_run(tmp_path / "run", Setting())
     with pytest.raises(OptionError, match="no demo"):
         resumed_run(tmp_path)
 
@@ -177,6 +177,7 @@ def test_the_demo_and_its_help_import_no_torch() -> None:
     assert result.stdout.strip() == "False"
 
 
+@pytest.mark.broker
 def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported_or_started(tmp_path: Path) -> None:
     code = """
 import os, sys, types

@@ -71,7 +71,7 @@ def toy(**changed: Any) -> Stage:
     }
     blocks = ((shown[rows], wanted[rows]) for _ in range(2) for rows in (slice(0, 16), slice(16, 26)))
     networks = {"body": body, "judge": judge}
-    stage = Stage("toy", TOY_LOSSES, networks, trained, Batches(blocks, TOY_STEPS, 8), toy_step, frozenset({"judge"}))
+    stage = Stage("toy", TOY_LOSSES, networks, trained, Batches(blocks, TOY_STEPS, 8), toy_step)
     return replace(stage, **changed)
 
 
