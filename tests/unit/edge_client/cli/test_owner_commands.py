@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from edge_client.agent.owner import OwnerRequest, success
-from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, SentRecord, append_line
+from edge_client.store.checked_files import SENT_FILE, SentRecord
 from edge_client.store.owner_record import NO_CODE, Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
@@ -222,26 +222,6 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert data["problem"] is None
     (store / SENT_FILE).write_text((store / SENT_FILE).read_text().replace("update", "updatE", 1))
     assert f"{store / SENT_FILE} is damaged: 1 of its lines are ignored" in run(device, "sent").stdout
-
-
-def test_ledger_lists_what_rounds_cost_and_says_that_a_torn_line_is_left_out(device: Path) -> None:
-    path = device.parent / "store" / LEDGER_FILE
-    assert run(device, "ledger").stdout == "No rounds yet.\n0 rounds: 0.0 s, 0 bytes to send\n"
-    about = {"kind": "round", "federation": FEDERATION, "attempt": 1}
-    about |= {"device": "cpu", "images": 30, "update_bytes": 5000}
-    append_line(path, {**about, "t": 1e9, "round": 1, "seconds": 12.5, "joules": 70.4, "rail": "VDD_IN"})
-    with path.open("a") as file:
-        file.write('{"kind": "round", "t": 1')
-    append_line(path, {**about, "t": 2e9, "round": 2, "seconds": 10.0, "joules": None, "rail": None})
-    *lines, sums, damage = run(device, "ledger").stdout.splitlines()
-    assert damage == f"{path} is damaged: 1 of its lines are ignored"
-    head, first, second = (re.split(r"  +", line) for line in lines)
-    assert head == ["TIME", "FEDERATION", "ROUND", "ATTEMPT", "SECONDS", "ON", "IMAGES", "BYTES TO SEND", "ENERGY"]
-    assert first == ["2001-09-09 01:46:40 UTC", FEDERATION, "1", "1", "12.5", "cpu", "30", "5000", "70 J (VDD_IN)"]
-    assert second[4:] == ["10.0", "cpu", "30", "5000", "not measured"]
-    assert sums == "2 rounds: 22.5 s, 10000 bytes to send, 70 J in 1 of them"
-    data = data_of(run(device, "ledger", "--since", "2030-01-01", "--json").stdout)
-    assert ([line["round"] for line in data["rounds"]], data["totals"]["joules"]) == ([2], None)
 
 
 def members(path: Path) -> dict[str, str]:
