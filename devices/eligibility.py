@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 
 from devices.telemetry import LOW_DISK_BYTES, Telemetry
 from fedcg.config_file import Settings
-from fedcg.files import is_locked
 from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason
 
@@ -41,7 +40,6 @@ class EligibilitySettings(Settings):
         quiet_hours: local hours without training, such as `["22:00-06:00"]`; a span may cross midnight.
         unmetered: don't train while the default route uses one of `metered_interfaces`.
         metered_interfaces: names of network interfaces, or patterns such as `wwan*`.
-        lock_file: don't train while another process holds a `flock` on this file.
         stop_file: don't train while this file exists.
     """
 
@@ -53,7 +51,6 @@ class EligibilitySettings(Settings):
     quiet_hours: tuple[Annotated[str, AfterValidator(_check_span)], ...] = ()
     unmetered: bool = False
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
-    lock_file: Path | None = None
     stop_file: Path | None = None
 
 
@@ -95,16 +92,9 @@ def obstacles(
 
 
 def is_held(settings: EligibilitySettings) -> str:
-    """How the device's application blocks training, with its lock or its file; empty if it does not."""
-    stop, lock = settings.stop_file, settings.lock_file
-    if stop is not None and stop.exists():
-        return f"{stop} exists"
-    if lock is None:
-        return ""
-    try:
-        return f"{lock} is locked" if is_locked(lock) else ""
-    except OSError as error:  # an unreadable lock counts as held
-        return f"{lock} can't be read: {error.strerror}; give the agent's user read access"
+    """Why the application needs the device now; empty if it does not."""
+    stop = settings.stop_file
+    return f"{stop} exists" if stop is not None and stop.exists() else ""
 
 
 def no_time(left_s: float, round_s: float | None) -> Reason | None:

@@ -233,7 +233,7 @@ def test_a_store_that_was_used_since_an_upgrade_was_cut_is_not_replaced_by_its_c
         (("upgrade", "--source", "torch==2"), "or a requirement such as fedcg-edge"),
         (("upgrade", "--extra", "edge;x"), "names with commas"),
         (("upgrade", "--python", "/bin/false"), "is not Python 3.10 or newer"),
-        (("install", "--extra", "serve,nix"), "--extra nix: unknown extra; choose from audit broker "),
+        (("install", "--extra", "serve,nix"), "--extra nix: unknown extra; choose from audit coordinator "),
         (("upgrade",), "install first"),
     ],
 )

@@ -149,16 +149,6 @@ def _paths(config: AgentConfig, now: datetime) -> Result:
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             detail, advice = f"{detail}, which is on a read-only disk", f"mount it writable, {advice}"
         return "failed", detail, advice
-    lock = config.eligibility.lock_file
-    if lock is not None and lock.exists() and not (lock.is_file() and os.access(lock, os.R_OK, effective_ids=True)):
-        detail = (
-            f"lock_file: {lock} is not a file that the user with id {os.geteuid()} can read, so training never starts"
-        )
-        return (
-            "failed",
-            detail,
-            "correct or omit `lock_file` under [eligibility], or give the agent's user read access",
-        )
     return "ok", "folders and files named in agent.toml can be used", ""
 
 

@@ -1,6 +1,5 @@
 """Whether a box may train now: each condition by its readings, hysteresis, quiet hours, and what the box's application holds."""
 
-import fcntl
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -96,21 +95,14 @@ def test_hours_of_another_form_are_refused_with_an_example(span: str) -> None:
         EligibilitySettings(quiet_hours=(span,))
 
 
-def test_an_application_keeps_training_away_by_its_lock_or_its_file(tmp_path: Path) -> None:
-    lock, stop = tmp_path / "app.lock", tmp_path / "stop"
-    settings = EligibilitySettings(lock_file=lock, stop_file=stop)
-    assert is_held(settings) == ""
-    with lock.open("w") as file:
-        assert is_held(settings) == ""  # there, and nobody holds it
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # asking has left it to the application
-        assert is_held(settings) == f"{lock} is locked"
-        reason = eligibility(Telemetry(), settings, NOON)
-        assert reason is not None
-        assert reason.obstacle is DeclineReason.RESERVED
+def test_an_application_keeps_training_away_by_its_file(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    settings = EligibilitySettings(stop_file=stop)
     assert is_held(settings) == ""
     stop.touch()
-    assert is_held(settings) == f"{stop} exists"
-    assert "can't be read" in is_held(EligibilitySettings(lock_file=tmp_path))  # a folder
+    reason = eligibility(Telemetry(), settings, NOON)
+    assert reason is not None
+    assert (reason.obstacle, reason.detail) == (DeclineReason.RESERVED, f"{stop} exists")
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_a_defence_is_read(tmp_path: Path) -> None:
 
 
 def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside_the_file(tmp_path: Path) -> None:
-    text = f'{GOOD}\n[eligibility]\nlock_file = "app.lock"\non_mains = true\n'
+    text = f'{GOOD}\n[eligibility]\nstop_file = "stop"\non_mains = true\n'
     environment = {
         "FEDCG_AGENT_ELIGIBILITY_QUIET_HOURS": "22:00-06:00, 12:00-13:00",
         "FEDCG_AGENT_ELIGIBILITY_POWER_MODES": "15W",
@@ -252,8 +252,8 @@ def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside
     }
     config = load(tmp_path, text, environment)
     found = config.eligibility
-    assert (found.lock_file, found.on_mains, found.quiet_hours) == (
-        tmp_path / "app.lock",
+    assert (found.stop_file, found.on_mains, found.quiet_hours) == (
+        tmp_path / "stop",
         True,
         ("22:00-06:00", "12:00-13:00"),
     )

@@ -1,6 +1,5 @@
 """What an agent knows of its own box: whether it takes part, its metrics, and what it reports to the coordinator."""
 
-import fcntl
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -31,22 +30,23 @@ ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 
 
-def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
+def test_a_device_that_its_application_needs_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
     make_world: MakeWorld,
 ) -> None:
     world = make_world(is_automatic=False)
-    lock = world.root / "app.lock"
-    world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(lock_file=lock)})
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        world.connect()
-        world.open_round()
-        assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.RESERVED
-        assert world.trainer.rounds() == []
+    stop = world.root / "stop"
+    stop.parent.mkdir(parents=True, exist_ok=True)
+    stop.touch()
+    world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(stop_file=stop)})
+    world.connect()
+    world.open_round()
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.RESERVED
+    assert world.trainer.rounds() == []
+    stop.unlink()
     world.coordinator.invite(1)
     assert world.coordinator.wait(schemas.Accept).round == 1
     (declined,) = world.events("declined")
-    assert declined["detail"] == f"{lock} is locked"
+    assert declined["detail"] == f"{stop} exists"
 
 
 def test_without_the_report_field_health_the_reason_stays_on_the_box(make_world: MakeWorld) -> None:

@@ -74,7 +74,7 @@ def test_the_command_shows_this_box_with_the_settings_of_its_agent_and_without_o
     result = run_fedcg("doctor", "--hardware", "--config", str(config))
     assert result.exit_code == 1
     assert f"{stop} exists" in result.stdout
-    assert "and releases its lock_file or stop_file when it is done" in result.stdout
+    assert "and removes its stop_file when it is done" in result.stdout
     assert "broker" not in result.stdout
     told = run_fedcg("doctor", "--config", str(config), "--json")
     findings = {one["check"]: one for one in data_of(told.stdout)["findings"]}
