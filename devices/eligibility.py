@@ -35,7 +35,6 @@ class EligibilitySettings(Settings):
         max_temperature_c: train only while every zone is below this temperature, in °C. Default: each zone's own limit, which always holds.
         min_free_memory_mb: train only with this much free memory, in MB.
         min_free_disk_mb: train only with this much free disk space at the store, in MB.
-        power_modes: allowed modes, as shown by `fedcg doctor --hardware`; empty: all.
         on_mains: train only on mains power.
         quiet_hours: local hours without training, such as `["22:00-06:00"]`; a span may cross midnight.
         unmetered: don't train while the default route uses one of `metered_interfaces`.
@@ -46,7 +45,6 @@ class EligibilitySettings(Settings):
     max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None
     min_free_memory_mb: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     min_free_disk_mb: Annotated[int, Field(ge=0, le=1 << 24)] = LOW_DISK_BYTES // MB
-    power_modes: tuple[str, ...] = ()
     on_mains: bool = False
     quiet_hours: tuple[Annotated[str, AfterValidator(_check_span)], ...] = ()
     unmetered: bool = False
@@ -82,7 +80,6 @@ def obstacles(
         _reason(DeclineReason.HOT, _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0)),
         _reason(DeclineReason.THROTTLED, ", ".join(readings.hardware_throttling)),
         _reason(DeclineReason.ON_BATTERY, _battery(readings, settings)),
-        _reason(DeclineReason.POWER_MODE, _power_mode(readings, settings)),
         _reason(DeclineReason.QUIET_HOURS, _quiet(settings.quiet_hours, now)),
         _reason(DeclineReason.LOW_DISK, _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb)),
         _reason(DeclineReason.LOW_MEMORY, _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb)),
@@ -123,13 +120,6 @@ def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float)
 
 def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:
     return "no mains power" if settings.on_mains and readings.supply.on_mains is False else ""
-
-
-def _power_mode(readings: Telemetry, settings: EligibilitySettings) -> str:
-    modes, mode = settings.power_modes, readings.power_mode
-    if not modes or mode is None or mode.casefold() in {one.casefold() for one in modes}:
-        return ""
-    return f"the power mode is {mode}, allowed: {', '.join(modes)}"
 
 
 def _quiet(spans: Sequence[str], now: datetime) -> str:

@@ -56,14 +56,12 @@ def examine_hardware(
     memory = f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available"
     slowed = "training continues, at lower clocks" if read.causes.software else ""
     application = "busy" if DeclineReason.RESERVED in found else "does not block training"
-    modes = _no_effect("power_modes", settings, read)
     return (
         *_box(profile, root),
         *(_zone(zone, settings) for zone in read.zones),
         *([] if read.zones else [Finding("temperature", "ok", UNAVAILABLE)]),
         *(Finding("power", "ok", f"{rail.name} {rail.watts:.2f} W") for rail in read.rails),
         Finding("power in all", "ok", f"{read.drawn.watts:.2f} W ({read.drawn.name})" if read.drawn else UNAVAILABLE),
-        judged("power mode", read.power_mode or UNAVAILABLE, DeclineReason.POWER_MODE, modes),
         judged("throttling", _throttling(read), DeclineReason.THROTTLED, slowed),
         judged("supply", _supply(read), DeclineReason.ON_BATTERY, _no_effect("on_mains", settings, read)),
         judged("memory", memory, DeclineReason.LOW_MEMORY),
@@ -141,7 +139,6 @@ def _links(read: Telemetry) -> str:
 def _no_effect(name: str, settings: EligibilitySettings, read: Telemetry) -> str:
     """The warning for a setting that has no effect, because this device does not report the needed reading."""
     missing = {
-        "power_modes": bool(settings.power_modes) and read.power_mode is None,
         "on_mains": settings.on_mains and read.supply.on_mains is None,
         "unmetered": settings.unmetered and not any(link.is_default for link in read.links),
     }

@@ -53,7 +53,6 @@ class DeclineReason(str, Enum):
     HOT = "hot"
     THROTTLED = "throttled"
     ON_BATTERY = "on_battery"
-    POWER_MODE = "power_mode"
     QUIET_HOURS = "quiet_hours"
     LOW_DISK = "low_disk"
     LOW_MEMORY = "low_memory"
@@ -72,8 +71,7 @@ class DeclineReason(str, Enum):
 
 
 _PASSING = frozenset(
-    {"interrupted", "reserved", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
-    | {"low_disk", "low_memory", "metered"}
+    {"interrupted", "reserved", "hot", "throttled", "on_battery", "quiet_hours"} | {"low_disk", "low_memory", "metered"}
 )
 
 
