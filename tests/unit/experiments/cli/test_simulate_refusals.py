@@ -37,7 +37,7 @@ REFUSED = [
     ("--defence-set v_e=1", "defence_params require a defence"),
     ("--defence antigan --mechanism dp_sgd.noise_multiplier=1", "dp_sgd's epsilon does not cover"),
     ("--defence antigan --defence-set window=17", "antigan: window = 17 is larger than the images of 16x16 pixels"),
-    ("--track neptune", "track neptune: give mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT"),
+    ("--track neptune", "track neptune: give mlflow:URI or tensorboard:DIR"),
     ("--defence etc --defence-set key=cohort --start public", "etc: key = cohort needs the cohort secret"),
     ("--method ppidsg --network image_small --set key=cohort --start public", "ppidsg: needs the cohort secret"),
     ("--method ppidsg --network image_small --set key=cohort --start random", "ppidsg: needs the cohort secret"),
