@@ -36,7 +36,7 @@ $(STAMP): $(DEMO)
 setup-broker:  ## install Mosquitto: with apt as root, else extracted into .broker
 	@deploy/mosquitto/install.sh
 
-demo: $(DEMO)  ## run a whole federation on this machine and print its results
+demo: $(DEMO) setup-broker  ## run a whole federation on this machine and print its results
 	@$(BIN)/fedcg demo $(DEMO_ARGS)
 
 test: setup  ## run the fast tests, under 8 minutes on 2 cores

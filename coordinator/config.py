@@ -240,7 +240,7 @@ class CoordinatorConfig(Settings):
     """`fedcg coordinator init` writes the configuration of a coordinator, and the operator edits it. Restart the coordinator after a change.
 
     Attributes:
-        track: destination for metrics of closed rounds: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT. Default: none.
+        track: destination for metrics of closed rounds: mlflow:URI or tensorboard:DIR. Default: none.
     """
 
     track: Annotated[str | None, Field(pattern=TRACK_PATTERN, description=TRACK_FORMS)] = None

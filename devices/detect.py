@@ -26,9 +26,7 @@ from devices.profile import (
     Gpu,
     L4tRelease,
     Trainable,
-    cpu_precisions,
     gpu_obstacle,
-    gpu_precisions,
 )
 from fedcg.config_file import read_toml
 from fedcg.errors import FedcgError
@@ -146,9 +144,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
         l4t=l4t if jetson else None,
         # This program runs here, so Python is new enough, whatever the board's last JetPack has.
         trainable=_trainable(None if live else jetson, l4t, memory, gpu),
-        precisions=_precisions(root, gpu),
         known_as=f"Jetson {jetson.soc.family}" if jetson else kind.name if kind else None,
-        cpu_formats=_cpu_formats(root),
         builds=next((one for one in jetson.builds if l4t and l4t.major in one.jetson_linux), None) if jetson else None,
     )
 
@@ -187,17 +183,6 @@ def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -
         driver=reported.driver if reported else None,
         shares_memory=True,
     )
-
-
-def _precisions(root: Path, gpu: Gpu | None) -> tuple[str, ...] | None:
-    if gpu is not None and gpu_obstacle(gpu) is None:
-        return None if gpu.compute_capability is None else gpu_precisions(gpu.compute_capability)
-    return _cpu_formats(root)
-
-
-def _cpu_formats(root: Path) -> tuple[str, ...] | None:
-    features = files.cpuinfo_field(root, "flags") or files.cpuinfo_field(root, "Features")
-    return None if features is None else cpu_precisions(features)
 
 
 def runtime_providers() -> tuple[str, ...] | None:

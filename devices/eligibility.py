@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 
 from devices.telemetry import LOW_DISK_BYTES, Telemetry
 from fedcg.config_file import Settings
-from fedcg.files import is_locked
 from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason
 
@@ -36,31 +35,21 @@ class EligibilitySettings(Settings):
         max_temperature_c: train only while every zone is below this temperature, in °C. Default: each zone's own limit, which always holds.
         min_free_memory_mb: train only with this much free memory, in MB.
         min_free_disk_mb: train only with this much free disk space at the store, in MB.
-        power_modes: allowed modes, as shown by `fedcg doctor --hardware`; empty: all.
         on_mains: train only on mains power.
         quiet_hours: local hours without training, such as `["22:00-06:00"]`; a span may cross midnight.
         unmetered: don't train while the default route uses one of `metered_interfaces`.
         metered_interfaces: names of network interfaces, or patterns such as `wwan*`.
-        lock_file: don't train while another process holds a `flock` on this file.
         stop_file: don't train while this file exists.
-        inference_url: http://HOST:PORT of this device's `fedcg infer serve`. Don't train while it gets more than `max_requests_per_s`.
-        max_requests_per_s: requests per second to the server at `inference_url`.
     """
 
     max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None
     min_free_memory_mb: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     min_free_disk_mb: Annotated[int, Field(ge=0, le=1 << 24)] = LOW_DISK_BYTES // MB
-    power_modes: tuple[str, ...] = ()
     on_mains: bool = False
     quiet_hours: tuple[Annotated[str, AfterValidator(_check_span)], ...] = ()
     unmetered: bool = False
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
-    lock_file: Path | None = None
     stop_file: Path | None = None
-    inference_url: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,200}$", description="http://HOST:PORT")] = (
-        None
-    )
-    max_requests_per_s: Annotated[float, Field(gt=0, le=1e6)] = 5.0
 
 
 class Reason(Value):
@@ -76,12 +65,7 @@ class Reason(Value):
 
 
 def obstacles(
-    readings: Telemetry,
-    settings: EligibilitySettings,
-    now: datetime,
-    *,
-    requests_per_s: float | None = None,
-    before: DeclineReason | None = None,
+    readings: Telemetry, settings: EligibilitySettings, now: datetime, *, before: DeclineReason | None = None
 ) -> tuple[Reason, ...]:
     """All reasons why the device may not train now, most important first.
 
@@ -89,17 +73,13 @@ def obstacles(
         readings: of its sensors; a reading that is None does not prevent training.
         settings: of its owner.
         now: local time.
-        requests_per_s: of the device's inference server; None if unknown.
-        before: the reason at the last reading. After heat the device must cool by 5 °C, and after load requests must fall to half the limit.
+        before: the reason at the last reading. After heat the device must cool by 5 °C.
     """
-    share = 0.5 if before is DeclineReason.SERVING else 1.0
     found = (
         _reason(DeclineReason.RESERVED, is_held(settings)),
-        _reason(DeclineReason.SERVING, _serving(requests_per_s, settings, share)),
         _reason(DeclineReason.HOT, _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0)),
         _reason(DeclineReason.THROTTLED, ", ".join(readings.hardware_throttling)),
         _reason(DeclineReason.ON_BATTERY, _battery(readings, settings)),
-        _reason(DeclineReason.POWER_MODE, _power_mode(readings, settings)),
         _reason(DeclineReason.QUIET_HOURS, _quiet(settings.quiet_hours, now)),
         _reason(DeclineReason.LOW_DISK, _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb)),
         _reason(DeclineReason.LOW_MEMORY, _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb)),
@@ -109,16 +89,9 @@ def obstacles(
 
 
 def is_held(settings: EligibilitySettings) -> str:
-    """How the device's application blocks training, with its lock or its file; empty if it does not."""
-    stop, lock = settings.stop_file, settings.lock_file
-    if stop is not None and stop.exists():
-        return f"{stop} exists"
-    if lock is None:
-        return ""
-    try:
-        return f"{lock} is locked" if is_locked(lock) else ""
-    except OSError as error:  # an unreadable lock counts as held
-        return f"{lock} can't be read: {error.strerror}; give the agent's user read access"
+    """Why the application needs the device now; empty if it does not."""
+    stop = settings.stop_file
+    return f"{stop} exists" if stop is not None and stop.exists() else ""
 
 
 def no_time(left_s: float, round_s: float | None) -> Reason | None:
@@ -145,22 +118,8 @@ def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float)
     return ""
 
 
-def _serving(requests_per_s: float | None, settings: EligibilitySettings, share: float) -> str:
-    limit = settings.max_requests_per_s * share
-    if settings.inference_url is None or requests_per_s is None or requests_per_s <= limit:
-        return ""
-    return f"the inference server gets {requests_per_s:.1f} requests/s, the limit is {limit:g}"
-
-
 def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:
     return "no mains power" if settings.on_mains and readings.supply.on_mains is False else ""
-
-
-def _power_mode(readings: Telemetry, settings: EligibilitySettings) -> str:
-    modes, mode = settings.power_modes, readings.power_mode
-    if not modes or mode is None or mode.casefold() in {one.casefold() for one in modes}:
-        return ""
-    return f"the power mode is {mode}, allowed: {', '.join(modes)}"
 
 
 def _quiet(spans: Sequence[str], now: datetime) -> str:

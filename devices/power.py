@@ -9,9 +9,7 @@ from devices.detect import load_catalogue
 from devices.files import compatible, read_int, read_text
 from fedcg.values import Value
 
-_MODE_NAME = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>")
 _CHANNEL = re.compile(r"(?:curr|power)(\d{1,2})_input$")
-_MODE_FILES = ("etc/nvpmodel.conf", "etc/nvpmodel/nvpmodel.conf")
 
 
 class Rail(Value):
@@ -110,18 +108,6 @@ def _watts(root: Path, monitor: str, number: int) -> float | None:
     if millivolts is None or milliamperes is None or number > 3:
         return None
     return millivolts * milliamperes / 1e6
-
-
-def read_power_mode(root: Path) -> str | None:
-    """A Jetson's power mode: its name in nvpmodel's configuration, or else its number."""
-    found = re.search(r"pmode:0*(\d+)", read_text(root, "var/lib/nvpmodel/status") or "")
-    if found is None:
-        return None
-    for name in _MODE_FILES:
-        modes = dict(_MODE_NAME.findall(read_text(root, name) or ""))
-        if found[1] in modes:
-            return str(modes[found[1]])
-    return found[1]
 
 
 def read_supply(root: Path) -> Supply:

@@ -28,14 +28,6 @@ MOST_CPU_THREADS = 4
 GPU_FEEDING_THREADS = 2
 
 
-_CPU_FEATURES = {
-    "f16": frozenset({"avx512_fp16", "asimdhp"}),
-    "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
-    "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}),
-}
-"""CPU features for each number format, as named in /proc/cpuinfo (`flags` on x86, `Features` on Arm)."""
-
-
 class DeviceKind(str, Enum):
     """The three supported kinds of devices."""
 
@@ -122,10 +114,7 @@ class DeviceProfile(Value):
         gpu: The first NVIDIA GPU; None without a GPU.
         l4t: Release of Jetson Linux, Jetson only.
         trainable: Whether the device can train, with the reason.
-        precisions: Number formats with native instructions, of the GPU if it can be used for training, else of the CPU;
-            None if the device does not report its instructions.
         known_as: Its entry in the catalogue, if the device-tree names one.
-        cpu_formats: Like `precisions`, but always of the CPU.
         builds: The torch and onnxruntime builds that use its GPU; None if unknown, and for devices other than Jetson.
     """
 
@@ -138,9 +127,7 @@ class DeviceProfile(Value):
     gpu: Gpu | None
     l4t: L4tRelease | None
     trainable: Trainable
-    precisions: tuple[str, ...] | None = None
     known_as: str | None = None
-    cpu_formats: tuple[str, ...] | None = None
     builds: Builds | None = None
 
 
@@ -161,12 +148,7 @@ class TrainingPlan(Value):
 
 
 def plan_training(
-    profile: DeviceProfile,
-    *,
-    device: str = "auto",
-    threads: int | None = None,
-    gpu_problem: str = "",
-    precision: str = "f32",
+    profile: DeviceProfile, *, device: str = "auto", threads: int | None = None, gpu_problem: str = ""
 ) -> TrainingPlan:
     """Choose place and size of the training on this device.
 
@@ -175,7 +157,6 @@ def plan_training(
         device: "auto" chooses by the profile; "cpu", "cuda" or "cuda:N" is the owner's choice.
         threads: The owner's number of threads; None or 0 chooses by the profile.
         gpu_problem: Why the installed torch can't use a GPU, with the remedy; empty if it can.
-        precision: Number format of the training steps, which needs native instructions.
 
     Raises:
         NotTrainableError: If `device` is "auto" and the device can't train, or if the owner's choice is not possible.
@@ -188,31 +169,12 @@ def plan_training(
     if device.startswith("cuda") and gpu_problem:
         raise NotTrainableError(f'device = "{device}" under [training] can\'t be used: {gpu_problem}')
     place, reason = _place(profile, device, gpu_problem)
-    if precision not in ("f32", *(formats := _formats(profile, place))):
-        raise NotTrainableError(
-            f'precision = "{precision}" under [training] can\'t be used: the {"CPU" if place == "cpu" else "GPU"} of this device has '
-            f'instructions for {", ".join(formats) or "formats that it does not report"}; set precision = "f32"'
-        )
     return TrainingPlan(
         device=place,
         threads=threads or _threads(profile, place),
         batch_scale=batch_share(profile, place),
         reason=reason,
     )
-
-
-def gpu_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The number formats with native instructions on GPUs of a compute capability (CUDA C++ programming guide, arithmetic)."""
-    has_f16 = capability == (5, 3) or capability >= (6, 0)
-    has_int8 = capability >= (6, 1) and capability not in ((6, 2), (7, 0))  # dp4a, or tensor cores
-    formats = {"f32": True, "f16": has_f16, "bf16": capability >= (8, 0), "int8": has_int8}
-    return tuple(name for name, is_there in formats.items() if is_there)
-
-
-def cpu_precisions(features: str) -> tuple[str, ...]:
-    """The number formats with native instructions on a CPU, from its features in /proc/cpuinfo."""
-    known = frozenset(features.split())
-    return ("f32", *(name for name, needed in _CPU_FEATURES.items() if needed & known))
 
 
 def gpu_obstacle(gpu: Gpu | None) -> str | None:
@@ -225,13 +187,6 @@ def gpu_obstacle(gpu: Gpu | None) -> str | None:
     if gpu.memory_bytes is not None and gpu.memory_bytes < LEAST_GPU_BYTES:
         return f"{gpu.name} has {gpu.memory_bytes // MIB} MiB of memory, training needs {LEAST_GPU_BYTES // MIB} MiB"
     return None
-
-
-def _formats(profile: DeviceProfile, place: str) -> tuple[str, ...]:
-    if place == "cpu":
-        return profile.cpu_formats or ()
-    capability = None if profile.gpu is None else profile.gpu.compute_capability
-    return () if capability is None else gpu_precisions(capability)
 
 
 def _place(profile: DeviceProfile, device: str, gpu_problem: str) -> tuple[str, str]:

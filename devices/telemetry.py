@@ -18,7 +18,7 @@ from pathlib import Path
 
 from devices.files import LIVE_ROOT, free_memory, read_int, read_text
 from devices.nvidia import GpuReadings, nvml_readings
-from devices.power import Rail, Supply, board_power, read_power_mode, read_rails, read_supply
+from devices.power import Rail, Supply, board_power, read_rails, read_supply
 from fedcg.values import Value
 from fedcg.wire.parts import Health
 
@@ -144,7 +144,6 @@ class Telemetry(Value):
         zones: thermal zones, and the GPU if NVML reports it.
         rails: power by rail.
         drawn: total power of the board, or else of the GPU, with the source's name; None if neither is known.
-        power_mode: of a Jetson.
         supply: mains and battery.
         causes: current reasons for lowered clocks.
         cpu_mhz: (current clock, maximum clock).
@@ -157,7 +156,6 @@ class Telemetry(Value):
     zones: tuple[Zone, ...] = ()
     rails: tuple[Rail, ...] = ()
     drawn: Rail | None = None
-    power_mode: str | None = None
     supply: Supply = field(default_factory=Supply)
     causes: Causes = field(default_factory=Causes)
     cpu_mhz: tuple[int, int] | None = None
@@ -256,7 +254,6 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT) -> Telemetry:
         zones=tuple(found),
         rails=rails + _gpu_rail(gpu),
         drawn=_drawn(root, rails, gpu),
-        power_mode=read_power_mode(root),
         supply=read_supply(root),
         causes=Causes(software, causes.hardware),
         cpu_mhz=read_cpu_mhz(root),

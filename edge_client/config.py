@@ -210,10 +210,6 @@ class TrainingSection(Settings):
     ] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="CPU threads; 0 = chosen for this device")] = 0
-    precision: Annotated[
-        Literal["f32", "bf16"],
-        Field(description="precision of training steps: f32, or bf16 if the CPU or GPU supports it"),
-    ] = "f32"
     priority: Annotated[
         Literal["normal", "low", "idle"],
         Field(
@@ -332,7 +328,6 @@ class AgentConfig(Settings):
         store: folder of this device's private store: networks, secrets, and the record of what left.
         carrier: how updates and aggregates travel: mqtt (over the broker) or https (to and from the coordinator).
         carrier_url: https://HOST:PORT of the coordinator's carrier; required for carrier https.
-        metrics_folder: folder of the node exporter's textfile collector, for Prometheus metrics. Default: no metrics.
     """
 
     federation: Identifier
@@ -355,9 +350,6 @@ class AgentConfig(Settings):
     audit: AuditSection = AuditSection()
     privacy: PrivacySettings = OFF
     eligibility: EligibilitySettings = EligibilitySettings()
-    metrics_folder: Annotated[
-        Path | None, Field(description="folder for Prometheus metrics: the node exporter's textfile collector")
-    ] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,6 @@ FACTS = {
     "device": r"cpu|cuda",
     "fedcg-edge": r"[0-9A-Za-z.+]{1,40}",
     "most_rows": r"\d{1,9}",
-    "precision": r"bf16",
     "program": r"[0-9a-f]{64}",
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",

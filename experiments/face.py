@@ -86,7 +86,7 @@ def simulate(
             folder, removed when this process exits.
         workers: number of processes; with more than 1 the network must be importable, not defined in a notebook.
         ray: a running Ray cluster with this machine as a node, "auto" or HOST:PORT, instead of workers.
-        track: tracker that receives figures during the run: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
+        track: tracker that receives figures during the run: mlflow:URI or tensorboard:DIR.
         keep_updates: rounds whose updates are recorded for `fedcg.audit`, with the clients' samples: "all", or "1,5,10".
         settings: options of `fedcg simulate`, with `_` for `-`: local_epochs, batch_size, lr, device, evaluate_every,
             params={"server_lr": 1e-3}, and so on.

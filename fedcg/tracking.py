@@ -1,4 +1,4 @@
-"""Sends settings, figures and tables of a run to MLflow, TensorBoard or Weights & Biases.
+"""Sends settings, figures and tables of a run to MLflow or TensorBoard.
 
 A tracker gets names, numbers and digests of files, never a weight or a sample. A separate thread sends them, so a slow or
 unreachable server does not delay the run. This module must not know rounds, federations and records.
@@ -30,15 +30,10 @@ END_S = 30.0
 _PROJECT = "fedcg"
 _LABEL = "fedcg.run"  # the tag of an MLflow run that holds its identity
 _AT_ONCE = 100  # MLflow takes 1000 metrics and 100 parameters in a request
-# One request without retries, because the next round retries it; no lines on stdout, no prompt for a key, no telemetry.
+# One request without retries, because the next round retries it; no lines on stdout, no telemetry.
 _QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true",
-}  # fmt: skip
-# Send nothing about this machine.
-_OF_WANDB = {
-    "console": "off", "save_code": False, "disable_git": True,
-    "x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False,
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }  # fmt: skip
 _log = logging.getLogger(__name__)
 
@@ -154,33 +149,11 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WandB:
-    def __init__(self, project: str, folder: Path) -> None:
-        self._project = project or os.environ.get("WANDB_PROJECT", _PROJECT)
-        self._folder = os.environ.get("WANDB_DIR", folder)
-
-    def open(self, run: TrackedRun) -> None:
-        self._wandb = import_module("wandb")
-        self._run = self._wandb.init(
-            project=self._project, name=run.name, id=run.identity, resume="allow", config=run.params, dir=self._folder,
-            reinit="create_new", settings=_OF_WANDB,
-        )  # fmt: skip
-
-    def add(self, step: int, at: float, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
-
-    def add_table(self, name: str, rows: Sequence[Row]) -> None:
-        self._run.log({name: self._wandb.Table([*rows[0]], [[*row.values()] for row in rows])})
-
-    def close(self, *, is_whole: bool) -> None:
-        self._run.finish(exit_code=0 if is_whole else 1)
-
-
 _KINDS: Mapping[str, Callable[[str, Path], Tracker]] = {
-    "mlflow": _MLflow, "tensorboard": _TensorBoard, "wandb": _WandB
+    "mlflow": _MLflow, "tensorboard": _TensorBoard
 }  # fmt: skip
-TRACK_PATTERN = r"^((mlflow|tensorboard):.+|wandb(:[^/\\#?%:]+)?)$"
-TRACK_FORMS = "mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT"
+TRACK_PATTERN = r"^(mlflow|tensorboard):.+$"
+TRACK_FORMS = "mlflow:URI or tensorboard:DIR"
 
 
 def check_track(track: str, otherwise: str = "leave it out") -> None:

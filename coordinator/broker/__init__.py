@@ -1,1 +1,1 @@
-"""Configuration and access lists of the broker; the embedded broker."""
+"""Configuration and access lists of the broker."""

@@ -1,4 +1,4 @@
-"""Runs a broker in the foreground: Mosquitto, or for demos the embedded one.
+"""Runs Mosquitto in the foreground.
 
 Applies the lists of devices that the coordinator publishes to Mosquitto. Needs no access to the coordinator's directory.
 """
@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from coordinator.broker import broker_folder
-from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
-from coordinator.paths import BROKER_NAME, CRL_NAME, Home, held
-from coordinator.pki.authority import CA_NAME, credential_of, server_context, server_credential
-from fedcg.find_mosquitto import Mosquitto, find_mosquitto
+from coordinator.paths import CRL_NAME, Home, held
+from coordinator.pki.authority import CA_NAME, credential_of
+from fedcg.find_mosquitto import NO_MOSQUITTO, Mosquitto, find_mosquitto
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import LISTS, LISTS_APPLIED, LISTS_READER
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -79,7 +77,6 @@ def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
 
 
 PID_NAME = "broker.pid"
-EMBEDDED_PID_NAME = "embedded-broker.pid"
 START_TIMEOUT_S = 15.0
 
 Report = Callable[[str], None]
@@ -104,10 +101,7 @@ def run_mosquitto(directory: Path, report: Report) -> int:
     if not is_home:
         broker_folder.read_address(directory)
     if mosquitto is None:
-        raise BrokerError(
-            "Mosquitto is not installed on this machine: install it, or run `make setup-broker`. For a demo on this machine, "
-            "use --broker amqtt"
-        )
+        raise BrokerError(NO_MOSQUITTO)
     folder = home.broker if is_home else directory
     with held(folder / PID_NAME, "a broker"):
         if is_home:
@@ -125,34 +119,6 @@ def _bring_up_to_date(home: Home) -> None:
 
     with changing_members(home):
         broker_folder.write_folder(home, home.broker, refresh_access(home))
-
-
-def run_embedded(home: Home, report: Report) -> int:
-    """Run the embedded broker until SIGTERM or SIGINT; it supports MQTT 3.1.1 and reads no lists.
-
-    Returns:
-        0, the exit code.
-
-    Raises:
-        BrokerError: the home's broker also serves other machines, or the port is in use.
-        HomeError: another broker runs for this home.
-    """
-    broker = home.config().broker
-    if broker.host not in LOOPBACK_HOSTS:
-        raise BrokerError(f"amqtt is for demos on this machine, but broker.host is {broker.host}; install Mosquitto")
-    try:
-        from coordinator.broker.amqtt_broker import run_amqtt
-    except ModuleNotFoundError as error:
-        raise BrokerError("amqtt is not installed: pip install 'fedcg-edge[broker]'") from error
-    with held(home.broker / EMBEDDED_PID_NAME, "a broker"):
-        own = server_credential(home.pki, BROKER_NAME, broker.host)
-        report("broker: amqtt")
-        try:
-            tls = server_context(home.pki, own, ssl.CERT_REQUIRED)
-            run_amqtt(broker.port, tls, lambda: report(f"ready on {broker.host}:{broker.port}"))
-        except OSError as error:
-            raise BrokerError(f"amqtt can't listen on port {broker.port}: {error}") from error
-    return 0
 
 
 def _supervise(folder: Path, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:

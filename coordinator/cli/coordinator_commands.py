@@ -288,26 +288,19 @@ def broker_run(
             "--dir", envvar=HOME_VARIABLE, help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`."
         ),
     ],
-    broker: Annotated[
-        Literal["mosquitto", "amqtt"], typer.Option(help="mosquitto, or amqtt for demos on this machine.")
-    ] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
     """Run a broker with mutual TLS for a coordinator in the foreground, until SIGTERM or Ctrl-C.
 
     Example: fedcg broker run --dir /var/lib/fedcg
     """
-    from coordinator.broker.broker_process import run_embedded, run_mosquitto
-    from coordinator.paths import Home
+    from coordinator.broker.broker_process import run_mosquitto
 
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     report = line_printer(as_json=as_json)
-    code = (
-        run_mosquitto(directory, report) if broker == "mosquitto" else run_embedded(Home(directory).require(), report)
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(run_mosquitto(directory, report))
 
 
 @deploy_app.command("mosquitto")

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.shared_options import Named, Reason, Somewhere, Url, asks
-from fedcg.terminal import Result, confirm, print_data, prints
+from coordinator.cli.shared_options import Named, Reason, asks
+from fedcg.terminal import Result, confirm, prints
 from fedcg.text_output import moment, table
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from coordinator.cli.client import Client
 
 
@@ -121,15 +117,18 @@ def federation_list(
 @federation_app.command("show")
 @asks
 def federation_show(client: Client, federation: Named = None) -> Result:
-    """Show the status, policy and codecs of a federation.
+    """Show the status, updates, policy and codecs of a federation.
 
     Example: fedcg federation show
     """
-    found = client.get(f"/federations/{client.federation(federation)}")
+    named = client.federation(federation)
+    found, now = client.get(f"/federations/{named}"), client.get(f"/federations/{named}/now")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"codec of updates: {found['codec']}, of aggregates: {found['aggregate_codec']}"
     forgotten = f"\nforgotten: {', '.join(found['forgotten'])}" if found["forgotten"] else ""
-    return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}{forgotten}"
+    updates = f"updates {now['delivered']} of {now['wanted']} (quorum {now['quorum']})"
+    online = f"{now['online']} of {now['enrolled']} devices online"
+    return found, f"{_line(found)}\n{updates}, {online}\n{policy}\n{coded}{_sealed(found)}{forgotten}"
 
 
 @federation_app.command("start")
@@ -204,7 +203,7 @@ _FORGOTTEN = (
     "the next round's sum excludes them if the other devices sign it. They sign it if the owners of the forgotten devices consented in their cards "
     "(`fedcg cohort card --alone`). `fedcg cohort status` on any device lists the consents. Otherwise they sit out the round and log the reason.\n"
     "Exported models do not change. A forgotten device still has the cohort secret: run `fedcg cohort renew` on another device.\n"
-    "To see the round: fedcg federation watch {}"
+    "To see the round: fedcg federation show {}"
 )
 
 
@@ -299,7 +298,7 @@ def _steered(
     federation: str | None,
     action: str,
     content: Mapping[str, object] | None = None,
-    following: str = "fedcg federation watch {}",
+    following: str = "fedcg federation show {}",
 ) -> Result:
     done = client.change("POST", f"/federations/{client.federation(federation)}/{action}", content)
     later = "" if client.is_remote else "\nNo coordinator is running; the change applies at its next start."
@@ -339,107 +338,3 @@ def _line(view: Mapping[str, Any]) -> str:
 
 def _toml(value: object) -> str:
     return "none" if value is None else json.dumps(value)
-
-
-LOOK_EVERY_S = 1.0
-SHOWN = 20
-EVENTS = 6
-MAX_LINE = 10_000
-"""Line width without a terminal, longer than any line."""
-
-
-@federation_app.command("watch")
-def federation_watch(
-    federation: Named = None,
-    directory: Somewhere = None,
-    url: Url = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the current status once and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per change.")] = False,
-) -> None:
-    """Watch a federation until it ends: round, updates, deadline, and the state of every client. Ctrl-C exits.
-
-    Example: fedcg federation watch --once
-    """
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        watched, shown = client.federation(federation), None
-        source = "running coordinator" if client.is_remote else "files; no coordinator is running"
-        with _display(source, as_json=as_json) as show:
-            while True:
-                facts = client.get(f"/federations/{watched}/now")
-                events = client.get("/events", federation=watched, level="info", limit=EVENTS)["events"]
-                facts |= {"events": [{name: each[name] for name in ("t", "level", "message")} for each in events]}
-                if facts != shown:
-                    show(facts)
-                    shown = facts
-                if once or facts["phase"] == "finished":
-                    return
-                time.sleep(LOOK_EVERY_S)
-
-
-@contextmanager
-def _display(source: str, *, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that shows facts: as lines of JSON, or updated in place on a terminal."""
-    if as_json:
-        yield print_data
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = MAX_LINE
-        yield lambda facts: console.print(_picture(facts, source))
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda facts: live.update(_picture(facts, source), refresh=True)
-
-
-def _picture(facts: dict[str, Any], name: str) -> Group:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    counts = ", ".join(f"{number} {phase}" for phase, number in facts["counts"].items() if number)
-    title = f"{facts['federation']}: {facts['phase'].replace('_', ' ')}, round {facts['round']} of {facts['rounds']}, attempt {facts['attempt']}"
-    online = f"{facts['online']} of {facts['enrolled']} devices online{': ' + counts if counts else ''}"
-    lines = [
-        f"updates {facts['delivered']} of {facts['wanted']} (quorum {facts['quorum']}), {online}",
-        *([f"deadline {_clock(facts['deadline_at'])}"] if facts["deadline_at"] else []),
-        *([f"the last round ends at about {_clock(facts['ends_at'])}"] if facts["ends_at"] else []),
-        *([f"waiting for {facts['waits_for']}"] if facts["waits_for"] else []),
-        *([_merging(facts["merge"])] if facts["merge"] and facts["merge"]["phase"] else []),
-        *([facts["reason"]] if facts["reason"] else []),
-    ]
-    table = Table(box=None, pad_edge=False)
-    for column in ("client", "phase", "details"):
-        table.add_column(column)
-    for client in facts["clients"][:SHOWN]:
-        done = "" if client["done"] is None else f"{client['done']:.0%} "
-        ends = "" if client["ends_at"] is None else f", until about {_clock(client['ends_at'])}"
-        table.add_row(client["client"], client["phase"], f"{done}{client['reason']}{ends}")
-    more = len(facts["clients"]) - SHOWN
-    bar = ProgressBar(total=max(1, facts["wanted"]), completed=facts["delivered"], width=40)
-    return Group(
-        Text(title, style="bold"),
-        bar,
-        *(Text(line) for line in lines),
-        *([table] if facts["clients"] else []),
-        *([Text(f"and {more} more")] if more > 0 else []),
-        *(
-            Text(f"{_clock(each['t'])} {each['message'].removeprefix(facts['federation'] + ': ')}")
-            for each in facts["events"]
-        ),
-        Text(f"from the {name}", style="dim"),
-    )
-
-
-def _merging(merge: dict[str, Any]) -> str:
-    loss = f", loss {merge['losses'][-1][1]:.4g}" if merge["losses"] else ""
-    return f"{merge['phase']}: step {merge['step']} of {merge['steps']}{loss}"
-
-
-def _clock(at: float) -> str:
-    return moment(at).partition(" ")[2]

@@ -151,7 +151,9 @@ build() {
   echo "$extra" >"$prefix/$slot/fedcg.extras"
   new=$(version_of "$prefix/$slot")
   if has_extra edge; then
-    "$prefix/$slot/bin/python" -c "import torch" && "$prefix/$slot/bin/fedcg" agent unit >"$prefix/$slot/fedcg-agent@.service"
+    "$prefix/$slot/bin/python" -c "import torch"
+    "$prefix/$slot/bin/fedcg" agent --help >/dev/null # imports all that the agent's commands need
+    cp "$here/../systemd/fedcg-agent@.service" "$prefix/$slot/"
   fi
   cp "$here/../systemd/fedcg-infer@.service" "$prefix/$slot/"
   sync -f "$prefix/$slot"

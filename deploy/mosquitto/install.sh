@@ -8,7 +8,7 @@ if command -v mosquitto >/dev/null || [ -x /usr/sbin/mosquitto ]; then
   exit 0
 fi
 if ! command -v apt-get >/dev/null; then
-  echo "No apt-get here: install mosquitto with this system's package manager (without it, the demo uses amqtt)." >&2
+  echo "No apt-get here: install mosquitto with this system's package manager." >&2
   exit 2
 fi
 if [ "$(id -u)" = 0 ]; then

@@ -1,8 +1,7 @@
-"""Hardware monitoring for the agent: whether the device may train now, and readings as a file for Prometheus' node exporter."""
+"""Hardware monitoring for the agent: whether the device may train now, and its latest readings."""
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 
@@ -11,16 +10,12 @@ from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
 from edge_client.session.signals import Invited
 from edge_client.store.checked_files import LEDGER_FILE, read_lines
-from edge_client.training.box_limits import InferenceLoad
 from fedcg.event_log import EventValue
-from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages.schemas import DeclineReason, Offer
 from fedcg.wire.parts import ReportField
 from fedcg.worker_process import repeating
 
 LOOK_EVERY_S = 15.0
-Sample = tuple[str, Mapping[str, str], float]  # name, labels, value
-_log = logging.getLogger(__name__)
 
 
 class HardwareWatch:
@@ -44,13 +39,11 @@ class HardwareWatch:
         self._config = config
         self._read = read or Sensors(config.store).read
         self._now = now
-        self._load = InferenceLoad(config.eligibility.inference_url)
         self._lock = threading.Lock()
         self._last: Reason | None = None
         self.last_read: Telemetry | None = None
         self._round_s = self._last_round_s()
         self._paused_s = 0.0
-        self._has_failed = False
         self._ahead_s: float | None = None  # the coordinator's clock minus the monotonic one
 
     def _last_round_s(self) -> float | None:
@@ -98,15 +91,15 @@ class HardwareWatch:
             share: requested share of the spec's local steps.
         """
         round_s = None if self._round_s is None else self._round_s * share
-        return self._look()[1] or (None if left_s is None else no_time(left_s, round_s))
+        return self._look() or (None if left_s is None else no_time(left_s, round_s))
 
-    def _look(self) -> tuple[Telemetry, Reason | None]:
+    def _look(self) -> Reason | None:
         with self._lock:
             self.last_read = read = self._read()
-            before, load = None if self._last is None else self._last.obstacle, self._load()
+            before = None if self._last is None else self._last.obstacle
             settings = self._config.eligibility
-            self._last = next(iter(obstacles(read, settings, self._now(), requests_per_s=load, before=before)), None)
-            return read, self._last
+            self._last = next(iter(obstacles(read, settings, self._now(), before=before)), None)
+            return self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:
         """Update the duration of a round's steps from an event of the training process. Pauses don't count."""
@@ -119,65 +112,9 @@ class HardwareWatch:
             self._round_s = max(0.0, seconds - self._paused_s) / (share if isinstance(share, float) else 1.0)
 
     def watching(self) -> AbstractContextManager[None]:
-        """Read the sensors periodically on a separate thread, and write the metrics file if configured."""
-        return repeating("hardware", self._look_and_write)
+        """Read the sensors periodically on a separate thread."""
+        return repeating("hardware", self._look_again)
 
-    def _look_and_write(self) -> float:
-        read, reason = self._look()
-        folder = self._config.metrics_folder
-        if folder is None:
-            return LOOK_EVERY_S
-        try:
-            path = folder / f"fedcg-{self._config.federation}-{self._config.device}.prom"
-            replace_durably(path, metrics_text(self._config, read, reason), READABLE)
-            self._has_failed = False
-        except OSError as error:
-            if not self._has_failed:
-                _log.warning(
-                    "metrics_folder %s can't be written to: %s; give the agent's user write access", folder, error
-                )
-            self._has_failed = True
+    def _look_again(self) -> float:
+        self._look()
         return LOOK_EVERY_S
-
-
-def metrics_text(config: AgentConfig, read: Telemetry, reason: Reason | None) -> str:
-    """The readings in Prometheus' text format. Unavailable readings are left out."""
-    about = {"federation": config.federation, "device": config.device}
-    lines: list[str] = []
-    for name, labels, value in _samples(read, reason):
-        metric = f"fedcg_device_{name}"
-        declared = f"# TYPE {metric} {'counter' if name.endswith('_total') else 'gauge'}"
-        if declared not in lines:
-            lines.append(declared)
-        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**about, **labels}.items())
-        lines.append(f"{metric}{{{pairs}}} {value:g}" if abs(value) < 1e6 else f"{metric}{{{pairs}}} {value:.0f}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-
-
-def _samples(read: Telemetry, reason: Reason | None) -> Iterator[Sample]:
-    """Samples grouped by metric, as the format requires."""
-    zones = {f"{zone.name} {number}": zone for number, zone in enumerate(read.zones)}
-    for name, zone in zones.items():
-        yield "temperature_celsius", {"zone": name}, zone.temperature_c
-    for name, zone in zones.items():
-        yield "temperature_limit_celsius", {"zone": name}, zone.limit_c
-    for number, rail in enumerate(read.rails):
-        yield "power_watts", {"rail": f"{rail.name} {number}"}, rail.watts
-    for name, count in read.counters.items():
-        yield "throttle_events_total", {"event": name}, count
-    yield "throttled", {"by": "software"}, float(bool(read.causes.software))
-    yield "throttled", {"by": "hardware"}, float(bool(read.hardware_throttling))
-    single = {
-        "on_mains": read.supply.on_mains,
-        "battery_ratio": None if read.supply.battery_percent is None else read.supply.battery_percent / 100,
-        "memory_available_bytes": read.free_memory_bytes,
-        "disk_free_bytes": read.free_disk_bytes,
-    }
-    for name, value in single.items():
-        if value is not None:
-            yield name, {}, float(value)
-    yield "eligible", {"reason": "" if reason is None else reason.obstacle.value}, float(reason is None)

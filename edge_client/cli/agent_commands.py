@@ -11,10 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.resources import files
 from math import ceil
-from pathlib import Path, PurePosixPath
-from string import Template
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -202,7 +200,7 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
             for field in sorted(reported)
         ),
         f"  {'facts':<16} {'':>9}  versions of torch and fedcg-edge, processor model, cpu or cuda, threads, batch size,",
-        f"  {'':<16} {'':>9}  rows per training step, precision, SHA-256 of the device's own program",
+        f"  {'':<16} {'':>9}  rows per training step, SHA-256 of the device's own program",
         f"Work per round: {_work(spec, dict.fromkeys(excesses(spec, policy), new))}.",
     ]
     return "\n".join(log_text(line, len(line)) for line in lines)  # values of a spec can't steer the terminal
@@ -219,53 +217,6 @@ def _size(count: int) -> str:
     return f"{ceil(count / 1e5) / 10:.1f} MB" if count >= 1e6 else f"{ceil(count / 1e2) / 10:.1f} kB"
 
 
-DEFAULT_EXECUTABLE = PurePosixPath("/opt/fedcg/venv/bin/fedcg")
-DEFAULT_CONFIG_ROOT = PurePosixPath("/etc/fedcg")
-AGENT_UNIT = "fedcg-agent@.service"
-
-
-def render_agent_unit(
-    executable: PurePosixPath = DEFAULT_EXECUTABLE, config_root: PurePosixPath = DEFAULT_CONFIG_ROOT
-) -> str:
-    """The text of `fedcg-agent@.service`.
-
-    Args:
-        executable: Absolute path of the installed `fedcg` command.
-        config_root: Absolute path of the folder that holds one device bundle per federation.
-
-    Returns:
-        The unit file's content.
-
-    Raises:
-        ValueError: When a path is not absolute or has characters that systemd would interpret.
-    """
-    for path in (executable, config_root):
-        if not path.is_absolute() or set(str(path)) & set(" \t\n%$\"'\\;"):
-            raise ValueError(f"{path} must be an absolute path without spaces, quotes, % or $")
-    text = files("edge_client.cli").joinpath(f"{AGENT_UNIT}.template").read_text(encoding="utf-8")
-    return Template(text).substitute(executable=executable, config_root=config_root)
-
-
-@prints
-def unit_command(
-    executable: Annotated[
-        str, typer.Option("--executable", help="Absolute path of the installed `fedcg` command.")
-    ] = str(DEFAULT_EXECUTABLE),
-    config_root: Annotated[
-        str, typer.Option("--config-root", help="Absolute path of the folder with one bundle per federation.")
-    ] = str(DEFAULT_CONFIG_ROOT),
-) -> Result:
-    """Print the systemd unit `fedcg-agent@.service`.
-
-    Example: fedcg agent unit --config-root /etc/fedcg
-    """
-    try:
-        text = render_agent_unit(PurePosixPath(executable), PurePosixPath(config_root))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    return {"unit": AGENT_UNIT, "text": text}, text.removesuffix("\n")
-
-
 app = typer.Typer(
     help="Run and control this device's agent. Inspect its state and what has left this device.", no_args_is_help=True
 )
@@ -274,12 +225,10 @@ app.command("pause")(pause_command)
 app.command("resume")(resume_command)
 app.command("approve")(approve_command)
 app.command("sent")(store_commands.sent_command)
-app.command("ledger")(store_commands.ledger_command)
 app.command("diagnose")(store_commands.diagnose_command)
 app.add_typer(store_commands.store_app, name="store")
 app.command("backup")(store_commands.backup_command)
 app.command("restore")(store_commands.restore_command)
-app.command("unit")(unit_command)
 app.command("join")(join_command)
 app.command("logs")(store_commands.logs_command)
 app.command("renew")(renew_command)

@@ -15,7 +15,7 @@ from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
 from fedcg.sentences import DEBUG, LEVELS, sentence_of
 from fedcg.terminal import PassphraseFile, Result, passphrase_of, print_data, prints
-from fedcg.text_output import moment, moment_of, table
+from fedcg.text_output import moment, moment_of
 
 store_app = typer.Typer(help="Check this device's private store.", no_args_is_help=True)
 
@@ -223,50 +223,12 @@ def _sent_line(item: dict[str, Any]) -> str:
 
 
 @prints
-def ledger_command(config: ConfigOption = Path("agent.toml"), since: SinceOption = None) -> Result:
-    """List the cost of each round on this device: seconds, update bytes, and energy if a sensor measures it. The agent may run meanwhile.
-
-    Exit codes: 0 listed; 2 --since is not a time.
-
-    Example: fedcg agent ledger --since 7d
-    """
-    from edge_client.store.checked_files import LEDGER_FILE, lost_lines, read_lines
-
-    settings = read_config(config)
-    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
-    rounds = [
-        line for line in read_lines(settings.store / LEDGER_FILE) if line["kind"] == "round" and line["t"] >= first
-    ]
-    measured = [line["joules"] for line in rounds if line.get("joules") is not None]
-    sums = {
-        "rounds": len(rounds),
-        "seconds": round(sum(line.get("seconds") or 0.0 for line in rounds), 3),
-        "update_bytes": sum(line.get("update_bytes") or 0 for line in rounds),
-        "joules": round(sum(measured), 1) if measured else None,
-    }
-    rows = []
-    for line in rounds:
-        energy = "not measured" if line.get("joules") is None else f"{line['joules']:.0f} J ({line['rail']})"
-        work = f"{line['seconds']:.1f}", line["device"], line["images"], line["update_bytes"] or 0, energy
-        rows.append((moment(line["t"]), line["federation"], line["round"], line["attempt"], *work))
-    columns = ("time", "federation", "round", "attempt", "seconds", "on", "images", "bytes to send", "energy")
-    energy = "" if sums["joules"] is None else f", {sums['joules']:.0f} J in {len(measured)} of them"
-    total = f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}"
-    problem = lost_lines(settings.store / LEDGER_FILE)
-    values = {"device": settings.device, "rounds": rounds, "totals": sums, "problem": problem or None}
-    return values, "\n".join((table(columns, rows, "No rounds yet."), total, *filter(None, [problem])))
-
-
-@prints
 def diagnose_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="File to write. Must not exist.")],
     config: ConfigOption = Path("agent.toml"),
     events: Annotated[
         int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Number of newest events to include.")
     ] = 2000,
-    with_class_names: Annotated[
-        bool, typer.Option("--with-class-names", help="Include class names. Default: classes are numbered.")
-    ] = False,
 ) -> Result:
     """Write a support file: settings, status, doctor, events, versions and file sizes. No keys, secrets, images or weights.
 
@@ -282,7 +244,7 @@ def diagnose_command(
         raise BadInputError(f"--out {out}: give a file name ending in .zip, in an existing folder")
     if out.exists():
         raise BadInputError(f"{out} exists already; choose another file", exit_code=EXISTS)
-    content, names = support_file(settings, events, with_class_names=with_class_names)
+    content, names = support_file(settings, events)
     write_durably(out, content, is_new=True)
     values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}
     return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: review it, then send it to support."

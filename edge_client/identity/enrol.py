@@ -221,12 +221,7 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
         ("keys", "coordinator"): str(config.keys.coordinator.absolute()),
         ("data", "root"): data,
     }
-    own = {
-        ("audit", "auxiliary"): config.audit.auxiliary,
-        ("eligibility", "lock_file"): config.eligibility.lock_file,
-        ("eligibility", "stop_file"): config.eligibility.stop_file,
-        ("", "metrics_folder"): config.metrics_folder,
-    }
+    own = {("audit", "auxiliary"): config.audit.auxiliary, ("eligibility", "stop_file"): config.eligibility.stop_file}
     values |= {name: str(path.absolute()) for name, path in own.items() if path is not None}
     if config.tls is not None:
         values |= {("tls", name): str(path.absolute()) for name, path in config.tls}

@@ -5,9 +5,7 @@ Training takes turns with the device's other federations. It pauses while the de
 
 import logging
 import os
-import re
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,53 +21,6 @@ from edge_client.store.checked_files import read_json, write_json
 from fedcg.event_log import EventLog
 from fedcg.files import take_lock
 from fedcg.wire.messages.schemas import NO_ATTEMPT, DeclineReason, RoundAttempt
-
-LEAST_S = 1.0
-"""Minimum time between two readings for a rate."""
-TIMEOUT_S = 1.0
-MOST_BYTES = 1 << 20
-_REQUESTS = re.compile(r"^fedcg_serve_requests_total\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
-
-
-def _page(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - the owner's own URL, http or https by its pattern
-        return str(answer.read(MOST_BYTES).decode("utf-8", "replace"))
-
-
-class InferenceLoad:
-    """Requests per second, from two readings of the server's `/metrics`.
-
-    Args:
-        url: of the server; None: no server.
-        page: fetches a page.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self, url: str | None, page: Callable[[str], str] = _page, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._url, self._page, self._clock = url, page, clock
-        self._before: tuple[float, float] | None = None
-        self._rate: float | None = None
-
-    def __call__(self) -> float | None:
-        """The rate since the previous reading; None at the first one, or if the server does not answer."""
-        if self._url is None:
-            return None
-        now = self._clock()
-        if self._before is not None and now - self._before[0] < LEAST_S:
-            return self._rate
-        try:
-            text = self._page(f"{self._url.rstrip('/')}/metrics")
-        except (OSError, ValueError):
-            self._before = self._rate = None
-            return None
-        count = sum(float(number) for number in _REQUESTS.findall(text))
-        before, self._before = self._before, (now, count)
-        # A restarted server counts from 0.
-        self._rate = None if before is None or count < before[1] else (count - before[1]) / (now - before[0])
-        return self._rate
-
 
 LOOK_AGAIN_S = 0.2
 LOW_NICE = 10
@@ -145,7 +96,6 @@ class Pauses:
     def __post_init__(self) -> None:
         self.at: RoundAttempt = NO_ATTEMPT
         self._idle_per_busy = 1.0 / self.duty_cycle - 1.0
-        self._load = InferenceLoad(self.settings.inference_url, clock=self.clock)
         self._looked_at = float("-inf")
 
     def __call__(self) -> None:
@@ -174,8 +124,7 @@ class Pauses:
 
     def _look(self, before: DeclineReason | None) -> Reason | None:
         self._looked_at = self.clock()
-        load = self._load()
-        found = next(iter(obstacles(self.read(), self.settings, self.now(), requests_per_s=load, before=before)), None)
+        found = next(iter(obstacles(self.read(), self.settings, self.now(), before=before)), None)
         return found if found is not None and found.pauses else None
 
 

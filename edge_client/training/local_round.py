@@ -290,7 +290,7 @@ def _checkpoint(
     depends_on = (
         *(at.round, at.attempt, command.aggregate, spec.digest, data.snapshot.digest, data.snapshot.defended),
         None if stored is None else sorted(stored.generation.checksums.items()),
-        *(work.config.privacy, work.config.training.shadow_every, work.config.training.precision),
+        *(work.config.privacy, work.config.training.shadow_every),
         *(work.place, work.threads, command.share),
         *(str(torch.__version__), version("fedcg-edge")),
     )
@@ -553,5 +553,4 @@ def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:
     cpu = "".join(letter for letter in (platform.processor() or platform.machine()) if " " <= letter <= "~")[:120]
     batch = str(ctx.spec.params.get("batch_size", ""))
     later = {} if ctx.machine.most_rows is None else {"most_rows": str(ctx.machine.most_rows)}
-    later |= {} if ctx.machine.precision == "f32" else {"precision": ctx.machine.precision}
     return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch, **later}

@@ -274,9 +274,7 @@ def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:
     if not problem and not torch.cuda.is_available():
         problem = "torch finds no usable GPU: check NVIDIA's driver (`nvidia-smi`)"
     wanted = config.training
-    return plan_training(
-        box, device=wanted.device, threads=wanted.threads, gpu_problem=problem, precision=wanted.precision
-    )
+    return plan_training(box, device=wanted.device, threads=wanted.threads, gpu_problem=problem)
 
 
 def free_memory(gpu: Gpu | None) -> int | None:

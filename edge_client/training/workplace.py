@@ -107,7 +107,7 @@ class Workplace(Value):
             round=round_number,
             attempt=attempt,
             streams=self.streams(spec, round_number, attempt),
-            machine=Machine(self.place, self.config.training.precision, most_rows=most_rows),
+            machine=Machine(self.place, most_rows=most_rows),
             callbacks=Callbacks(progress, warn=lambda text: self._warn(round_number, attempt, text)),
             cohort=Cohort(
                 None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation)

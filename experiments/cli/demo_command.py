@@ -14,6 +14,7 @@ from rich.console import Console
 from experiments import settings
 from experiments.errors import OptionError
 from fedcg.child_python import loading
+from fedcg.find_mosquitto import NO_MOSQUITTO, find_mosquitto
 from fedcg.learning.spec import image_form, plan_from_mapping
 from fedcg.learning.split_names import is_projected
 from fedcg.terminal import print_data
@@ -29,7 +30,6 @@ class DemoOptions(BaseModel):
         int | None, Field(ge=0, description="unlabelled images, held out for the server; default: as feddf needs")
     ] = None
     params: Annotated[list[str], Field(description="parameter of the method, key=value; repeat for more")] = []
-    broker: Annotated[str, Field(description="mosquitto, amqtt, or auto: Mosquitto if installed")] = "auto"
     out: Annotated[Path | None, Field(description="folder of the run; default: ./demo-out, or the next free name")] = (
         None
     )
@@ -48,6 +48,8 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
     with settings.bad_input_ends():
         options = DemoOptions.model_validate({name: values[name] for name in DemoOptions.model_fields})
         run = _run_folder(values, options)
+        if find_mosquitto() is None:
+            raise OptionError(NO_MOSQUITTO)
     console = Console(stderr=options.as_json)
     console.print(
         f"starting a broker, a coordinator and {run.setting.clients} agents; all files go to {run.root}", soft_wrap=True
@@ -103,7 +105,7 @@ def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
         raise OptionError(
             f"{setting.method} distils on unlabelled public images: omit --public-images, or give a number"
         )
-    return new_run(options.out or settings.free_folder("demo-out"), setting, options.broker)
+    return new_run(options.out or settings.free_folder("demo-out"), setting)
 
 
 def _show(summary: dict[str, Any], root: Path, console: Console) -> None:

@@ -34,7 +34,7 @@ from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
 from experiments.demo.report import Progress, process_began, summarise
-from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, image_counts, prepare, write_secrets
+from experiments.demo.run_folder import LOOPBACK, Run, image_counts, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
 from experiments.settings import FEDERATION, root_secret
@@ -65,7 +65,7 @@ class Demo:
         self._followers = {client: Follower(run.bundle(client) / "store" / "events.jsonl") for client in self._clients}
         self._coordinator = CoordinatorHistory()
         self._coordinator_log = Follower(run.home / "events.jsonl")
-        self._broker_named = run.broker
+        self._broker_named = "mosquitto"
 
     async def run(self) -> dict[str, Any]:
         """Run the federation to its end and write `summary.json`.
@@ -122,7 +122,7 @@ class Demo:
     def _initialise(self) -> None:
         run = self._run
         config = CoordinatorConfig(
-            broker=BrokerSettings(host=LOOPBACK, port=run.broker_port, protocol=run.protocol),
+            broker=BrokerSettings(host=LOOPBACK, port=run.broker_port),
             api=ApiSettings(port=run.api_port),
             aggregation=AggregationSettings(
                 public_data=str(run.data / "public") if run.setting.public_images else None
@@ -137,10 +137,7 @@ class Demo:
         """Start the broker from the folder of `fedcg deploy mosquitto`, with the lists for an open federation."""
         lists = refresh_access(home).model_copy(update={"federations": (FEDERATION,)})
         await asyncio.to_thread(write_folder, home, home.broker, lists)
-        folder = home.root if self._run.broker == EMBEDDED else home.broker
-        return processes.fork(
-            "broker", "broker", "run", "--dir", folder, "--broker", self._run.broker, outlives_others=True
-        )
+        return processes.fork("broker", "broker", "run", "--dir", home.broker, outlives_others=True)
 
     def _provision(self, home: Home, source: Source) -> None:
         """Open the federation."""
@@ -152,7 +149,7 @@ class Demo:
         run = self._run
         return processes.fork(
             "observer", "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
-            "--port", str(run.broker_port), "--protocol", run.protocol, "--tls", run.home / "pki",
+            "--port", str(run.broker_port), "--tls", run.home / "pki",
             outlives_others=True,
         )  # fmt: skip
 
@@ -167,7 +164,6 @@ class Demo:
     def _start_agent(self, processes: Children, client: str) -> Child:
         config = self._run.bundle(client) / "agent.toml"
         settings: dict[str, object] = {
-            "broker.protocol": self._run.protocol,
             "data.root": f"../../data/{client}",
             "data.common_test": "../../data/common",
             "training.shadow_every": 1,

@@ -11,7 +11,6 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from experiments.data.deal import Deal, DealOptions, deal_out
 from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
@@ -19,12 +18,10 @@ from experiments.errors import OptionError, SourceError
 from experiments.settings import Setting, root_secret
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
-from fedcg.find_mosquitto import find_mosquitto
 from fedcg.values import Value
 
 LOOPBACK = "127.0.0.1"
 PARTITION_FILE = "partition.json"
-MOSQUITTO, EMBEDDED = "mosquitto", "amqtt"
 
 
 class Run(Value):
@@ -32,14 +29,8 @@ class Run(Value):
 
     root: Path
     setting: Setting
-    broker: str
     broker_port: int
     api_port: int
-
-    @property
-    def protocol(self) -> Literal["3.1.1", "auto"]:
-        """The MQTT version that all processes use; the embedded broker has only one."""
-        return "3.1.1" if self.broker == EMBEDDED else "auto"
 
     @property
     def home(self) -> Path:
@@ -73,30 +64,16 @@ def free_ports(count: int) -> list[int]:
             listener.close()
 
 
-def chosen_broker(wanted: str) -> str:
-    """Return the broker of `fedcg broker run` for the demo's option `--broker`.
-
-    Raises:
-        OptionError: unknown broker.
-    """
-    if wanted == "auto":
-        return MOSQUITTO if find_mosquitto() is not None else EMBEDDED
-    if wanted not in (MOSQUITTO, EMBEDDED):
-        raise OptionError(f"--broker {wanted}: choose one of auto, {MOSQUITTO}, {EMBEDDED}")
-    return wanted
-
-
-def new_run(root: Path, setting: Setting, broker: str) -> Run:
+def new_run(root: Path, setting: Setting) -> Run:
     """Return the folder of a new demo; writes nothing yet.
 
     Raises:
-        OptionError: the folder is not empty, or the broker is unknown.
+        OptionError: the folder is not empty.
     """
-    broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise OptionError(f"{root} is not an empty folder; choose another --out, or delete it first", exit_code=EXISTS)
     broker_port, api_port = free_ports(2)
-    return Run(root.resolve(), setting, broker, broker_port, api_port)
+    return Run(root.resolve(), setting, broker_port, api_port)
 
 
 def write_secrets(folder: Path, seed: int, client: str) -> None:

@@ -36,7 +36,6 @@ _NO_REDUCTION = frozenset(
         "quick",
         "data",
         "device",
-        "precision",
         "threads",
         "evaluate_every",
         "shadow",
@@ -51,7 +50,6 @@ class RunSetting(Setting):
     """Everything that determines the numbers of one run.
 
     Attributes:
-        precision: of training steps; "bf16" only on CUDA devices.
         codec: codec of updates; `aggregate_codec`: codec of aggregates (`fedcg.wire.artifacts.payload`).
         start: the seed of the private parts' initial weights.
         privacy: the mechanisms of the clients; a setting without any has the same JSON as before mechanisms existed.
@@ -60,10 +58,6 @@ class RunSetting(Setting):
 
     quick: Annotated[bool, Field(description=Setting.model_fields["quick"].description)] = False
     device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$", description="torch device: cpu, cuda, cuda:1")] = "cpu"
-    precision: Annotated[
-        Literal["f32", "bf16"],
-        Field(description="precision of training steps: f32; bf16 on cuda, for convolutions and matrix products"),
-    ] = "f32"
     threads: Annotated[
         int, Field(ge=1, le=1024, description="torch threads of each process; the number affects the last digits")
     ] = 1
@@ -115,12 +109,6 @@ class RunSetting(Setting):
     paper: str | None = None
 
     @model_validator(mode="after")
-    def _bf16_is_for_cuda(self) -> RunSetting:
-        if self.precision == "bf16" and not self.device.startswith("cuda"):
-            raise ValueError(f"precision bf16 needs --device cuda: on {self.device} it is slower than f32")
-        return self
-
-    @model_validator(mode="after")
     def _defence_can_be_had(self) -> RunSetting:
         check_defence(self.defence, self.defence_params, dp_sgd=self.privacy.dp_sgd is not None)
         return self
@@ -165,6 +153,8 @@ class RunSetting(Setting):
 
     def is_same(self, published: object) -> bool:
         """Return whether a record's setting equals this one; missing fields have their defaults."""
+        if isinstance(published, dict):  # earlier records name the only precision
+            published = {name: one for name, one in published.items() if (name, one) != ("precision", "f32")}
         try:
             return RunSetting.model_validate(published).published() == self.published()
         except ValidationError:

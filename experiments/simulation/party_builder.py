@@ -68,7 +68,6 @@ def party_of(
         common,
         run.device,
         cohort.public,
-        run.precision,
         coding,
         run.privacy,
         own,

@@ -38,7 +38,6 @@ else:
     Weights = Mapping[str, Any]
 
 Progress = Callable[[str, int, int], None]
-Precision = Literal["f32", "bf16"]
 Combination = Literal["mean", "median", "trimmed"]
 """How client values are combined: the mean weighted by examples, or a statistic that is robust to a minority."""
 
@@ -128,18 +127,16 @@ def silent(*_: object) -> None:
 
 
 class Machine(Value):
-    """The hardware and precision that a half of a method uses.
+    """The hardware that a half of a method uses.
 
     Attributes:
         device: torch device string.
-        precision: of training steps; "bf16" for CUDA devices (see `training.stage.in_precision`).
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
         most_rows: maximum rows per forward pass of a teacher, or per forward and backward pass of a training step, if
             memory is short; None: no limit. It changes the last digits.
     """
 
     device: str = "cpu"
-    precision: Precision = "f32"
     graphs: bool = True
     most_rows: int | None = None
 

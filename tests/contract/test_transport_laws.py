@@ -1,14 +1,11 @@
 """The laws of `fedcg.wire.transport.transport.Transport`, on every broker: each has a bench that connects clients and cuts and mends single links."""
 
-import asyncio
 import itertools
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from coordinator.pki.authority import credential_of, server_context
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -19,7 +16,7 @@ from tests.support.broker.brokers import HOST, Client, Intruder, Pki, RunningMos
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.broker.throttle import Throttle
 from tests.support.coordinator.world import rules_of
-from tests.support.waiting import free_port, wait_until
+from tests.support.waiting import wait_until
 
 
 class MemoryBench:
@@ -75,28 +72,6 @@ class MqttBench:
 Bench = MemoryBench | MqttBench
 
 
-class AmqttServer:
-    """The embedded broker on a thread of its own."""
-
-    def __init__(self, pki: Pki) -> None:
-        self.port = free_port()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(pki),), daemon=True)
-        self._thread.start()
-        wait_until(self._ready.is_set, "amqtt is ready")
-
-    async def _serve(self, pki: Pki) -> None:
-        from coordinator.broker.amqtt_broker import serve_amqtt
-
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        tls = server_context(pki.directory, credential_of(pki.directory, "broker"), ssl.CERT_REQUIRED)
-        await serve_amqtt(self.port, tls, self._ready.set, self._stop)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-
 TOPICS = Topics("laws")
 VERSIONS: dict[str, MqttVersion] = {"mosquitto-5": "5", "mosquitto-3.1.1": "3.1.1"}
 _NUMBERS = itertools.count()
@@ -107,27 +82,17 @@ def laws_mosquitto(mosquitto: Callable[[str], RunningMosquitto]) -> RunningMosqu
     return mosquitto(acl_for(TOPICS.federation))
 
 
-@pytest.fixture(scope="module")
-def amqtt(pki: Pki) -> Iterator[AmqttServer]:
-    server = AmqttServer(pki)
-    yield server
-    server.close()
-
-
 @pytest.fixture(
     params=[
         "memory",
         pytest.param("mosquitto-5", marks=pytest.mark.broker),
         pytest.param("mosquitto-3.1.1", marks=pytest.mark.broker),
-        "amqtt-3.1.1",
     ]
 )
 def bench(request: pytest.FixtureRequest, pki: Pki) -> Iterator[Bench]:
     made: Bench
     if request.param == "memory":
         made = MemoryBench(TOPICS)
-    elif request.param == "amqtt-3.1.1":
-        made = MqttBench(request.getfixturevalue("amqtt").port, pki, "3.1.1")
     else:
         made = MqttBench(request.getfixturevalue("laws_mosquitto").port, pki, VERSIONS[request.param])
     yield made

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from edge_client.cli.agent_commands import AGENT_UNIT, render_agent_unit
 from edge_client.store.private_store import STORE_FORMAT
 from edge_client.store.sum_gate import SumGate
 from tests.support.box_install import (
@@ -32,7 +31,8 @@ from tests.support.box_install import (
 )
 from tests.support.waiting import wait_until
 
-INFER_UNIT = "fedcg-infer@.service"
+AGENT_UNIT, INFER_UNIT = "fedcg-agent@.service", "fedcg-infer@.service"
+UNITS = REPOSITORY / "deploy" / "systemd"
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: di
     assert installed.version == "1.0"
     assert installed.prefix == {"venv", "venv-a", ".lock"}
     assert installed.units == {
-        AGENT_UNIT: render_agent_unit(),
-        INFER_UNIT: (REPOSITORY / "deploy" / "systemd" / INFER_UNIT).read_text(),
+        AGENT_UNIT: (UNITS / AGENT_UNIT).read_text(),
+        INFER_UNIT: (UNITS / INFER_UNIT).read_text(),
     }
     assert "creates no user, stops and starts no unit" in installed.done.stdout
 
@@ -233,7 +233,7 @@ def test_a_store_that_was_used_since_an_upgrade_was_cut_is_not_replaced_by_its_c
         (("upgrade", "--source", "torch==2"), "or a requirement such as fedcg-edge"),
         (("upgrade", "--extra", "edge;x"), "names with commas"),
         (("upgrade", "--python", "/bin/false"), "is not Python 3.10 or newer"),
-        (("install", "--extra", "serve,nix"), "--extra nix: unknown extra; choose from audit broker "),
+        (("install", "--extra", "serve,nix"), "--extra nix: unknown extra; choose from audit coordinator "),
         (("upgrade",), "install first"),
     ],
 )
@@ -390,7 +390,7 @@ def test_units_rest_while_stores_change_those_that_ran_start_again_and_all_are_s
     machine: Machine, wheels: tuple[Path, Path]
 ) -> None:
     assert any(call.startswith("useradd --system") and call.endswith(" fedcg") for call in machine.calls())
-    assert (machine.root / "etc" / "systemd" / "system" / AGENT_UNIT).read_text() == render_agent_unit()
+    assert (machine.root / "etc" / "systemd" / "system" / AGENT_UNIT).read_text() == (UNITS / AGENT_UNIT).read_text()
     (machine.root / "units").write_text(RUNNING)
     code, output = machine.put("upgrade", wheels[1])
     assert code == 0, output

@@ -189,7 +189,7 @@ class Stack:
         return process
 
     def start_broker(self) -> None:
-        self.start("broker", "broker", "run", "--dir", str(self.home), "--broker", "mosquitto")
+        self.start("broker", "broker", "run", "--dir", str(self.home))
         wait_for(lambda: b"ready" in (self.root / "broker.log").read_bytes(), "the broker is ready", 30)
 
     def start_coordinator(self) -> None:

@@ -140,25 +140,15 @@ def _clocks(config: AgentConfig, now: datetime, ahead_s: float | None) -> Result
 
 def _paths(config: AgentConfig, now: datetime) -> Result:
     """Folders and files named in agent.toml exist and can be used by the agent."""
-    for name, folder in (("store", existing_place(config.store)), ("metrics_folder", config.metrics_folder)):
-        if folder is not None and not folder.is_dir():
-            return "failed", f"{name}: {folder} is not a folder", f"correct `{name}` in agent.toml, or create it"
-        if folder is not None and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-            detail = f"{name}: the user with id {os.geteuid()} can't write to {folder}"
-            advice = f"give the agent's user write access (chown, chmod), or correct `{name}` in agent.toml"
-            if os.statvfs(folder).f_flag & os.ST_RDONLY:
-                detail, advice = f"{detail}, which is on a read-only disk", f"mount it writable, {advice}"
-            return "failed", detail, advice
-    lock = config.eligibility.lock_file
-    if lock is not None and lock.exists() and not (lock.is_file() and os.access(lock, os.R_OK, effective_ids=True)):
-        detail = (
-            f"lock_file: {lock} is not a file that the user with id {os.geteuid()} can read, so training never starts"
-        )
-        return (
-            "failed",
-            detail,
-            "correct or omit `lock_file` under [eligibility], or give the agent's user read access",
-        )
+    folder = existing_place(config.store)
+    if not folder.is_dir():
+        return "failed", f"store: {folder} is not a folder", "correct `store` in agent.toml, or create it"
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        detail = f"store: the user with id {os.geteuid()} can't write to {folder}"
+        advice = "give the agent's user write access (chown, chmod), or correct `store` in agent.toml"
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            detail, advice = f"{detail}, which is on a read-only disk", f"mount it writable, {advice}"
+        return "failed", detail, advice
     return "ok", "folders and files named in agent.toml can be used", ""
 
 

@@ -17,7 +17,6 @@ from edge_client.config import AUTO, AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.private_store import open_store
-from edge_client.training.box_limits import InferenceLoad
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import backbone_of, files_of_weights, pinned_weights
 from fedcg.sentences import texts
@@ -40,13 +39,11 @@ def examine_hardware(
     """
     store = existing_place(store)
     profile, sensors = detect(root), Sensors(store, root)
-    read, load = sensors.read(), InferenceLoad(settings.inference_url)
-    load()
-    if read.counters or settings.inference_url:
+    read = sensors.read()
+    if read.counters:
         wait(RATE_S)
         read = sensors.read()
-    requests_per_s, now = load(), datetime.now().astimezone()
-    reasons = obstacles(read, settings, now, requests_per_s=requests_per_s)
+    reasons = obstacles(read, settings, datetime.now().astimezone())
     found = {one.obstacle: one.detail for one in reasons}
 
     def judged(check: str, detail: str, obstacle: DeclineReason, warning: str = "") -> Finding:
@@ -59,32 +56,20 @@ def examine_hardware(
     memory = f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available"
     slowed = "training continues, at lower clocks" if read.causes.software else ""
     application = "busy" if DeclineReason.RESERVED in found else "does not block training"
-    modes = _no_effect("power_modes", settings, read)
     return (
         *_box(profile, root),
         *(_zone(zone, settings) for zone in read.zones),
         *([] if read.zones else [Finding("temperature", "ok", UNAVAILABLE)]),
         *(Finding("power", "ok", f"{rail.name} {rail.watts:.2f} W") for rail in read.rails),
         Finding("power in all", "ok", f"{read.drawn.watts:.2f} W ({read.drawn.name})" if read.drawn else UNAVAILABLE),
-        judged("power mode", read.power_mode or UNAVAILABLE, DeclineReason.POWER_MODE, modes),
         judged("throttling", _throttling(read), DeclineReason.THROTTLED, slowed),
         judged("supply", _supply(read), DeclineReason.ON_BATTERY, _no_effect("on_mains", settings, read)),
         judged("memory", memory, DeclineReason.LOW_MEMORY),
         judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", DeclineReason.LOW_DISK),
         judged("links", _links(read), DeclineReason.METERED, _no_effect("unmetered", settings, read)),
         judged("quiet hours", ", ".join(settings.quiet_hours) or "none", DeclineReason.QUIET_HOURS),
-        *([] if settings.inference_url is None else [_serving(requests_per_s, settings, judged)]),
         judged("application", application, DeclineReason.RESERVED),
     )
-
-
-def _serving(requests_per_s: float | None, settings: EligibilitySettings, judged: Callable[..., Finding]) -> Finding:
-    if requests_per_s is None:
-        remedy = (
-            f"{settings.inference_url}/metrics does not answer like `fedcg infer serve`, so it does not block training"
-        )
-        return Finding("inference server", "warning", UNAVAILABLE, remedy)
-    return judged("inference server", f"{requests_per_s:.1f} requests/s", DeclineReason.SERVING)
 
 
 def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
@@ -94,7 +79,6 @@ def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
     yield Finding("processor", "ok", f"{profile.cpu_model or UNAVAILABLE}, CPUs: {cpus}")
     yield Finding("GPU", "ok", describe_gpu(profile.gpu))
     providers = runtime_providers() if root == LIVE_ROOT else None
-    yield Finding("precisions", "ok", ", ".join(profile.precisions or ()) or UNAVAILABLE)
     obstacle = "" if providers is None else runtime_obstacle(profile)
     yield Finding("ONNX Runtime", "warning" if obstacle else "ok", ", ".join(providers or ()) or UNAVAILABLE, obstacle)
     if (builds := profile.builds) is not None:
@@ -155,7 +139,6 @@ def _links(read: Telemetry) -> str:
 def _no_effect(name: str, settings: EligibilitySettings, read: Telemetry) -> str:
     """The warning for a setting that has no effect, because this device does not report the needed reading."""
     missing = {
-        "power_modes": bool(settings.power_modes) and read.power_mode is None,
         "on_mains": settings.on_mains and read.supply.on_mains is None,
         "unmetered": settings.unmetered and not any(link.is_default for link in read.links),
     }
@@ -174,9 +157,7 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
         )
     try:
         box, problem, wanted = detect(), torch_obstacle(), config.training
-        plan = plan_training(
-            box, device=wanted.device, threads=wanted.threads, gpu_problem=problem, precision=wanted.precision
-        )
+        plan = plan_training(box, device=wanted.device, threads=wanted.threads, gpu_problem=problem)
     except NotTrainableError as error:
         return "failed", str(error), "correct it; until then this device can run a model, but can't train"
     if (trouble := _networks(config)) is not None:

@@ -157,7 +157,7 @@ def protected_round(
 ) -> LocalResult:
     """`method.local_round` with the mechanisms of `ctx.privacy`, if there are any.
 
-    Mixed precision and CUDA graphs are disabled if each step draws its own noise.
+    CUDA graphs are disabled if each step draws its own noise.
 
     Raises:
         PrivacyError: a mechanism that this method or its networks do not support.
@@ -170,7 +170,7 @@ def protected_round(
         return _as_promised(method.local_round(state, data, start, ctx), method, ctx)
     check_mechanisms(ctx.spec, method, privacy)
     if privacy.dp_sgd is not None or privacy.gradient_noise:
-        ctx = replace(ctx, machine=replace(ctx.machine, precision="f32", graphs=False))
+        ctx = replace(ctx, machine=replace(ctx.machine, graphs=False))
     result = _as_promised(method.local_round(state, data, start, ctx), method, ctx)
     base = {**state.parts, **({} if aggregate is None else aggregate.parts)}
     return _protected(result, {part: base[part] for part in result.shared.parts}, data, ctx)

@@ -206,7 +206,6 @@ def adversarial(
         },
         batches=feature_batches(source, params, ctx, labels_too=is_private or ctx.privacy.balance == "logits"),
         step=step,
-        exact=frozenset({Part.DISCRIMINATOR}),
     )
 
 

@@ -316,7 +316,6 @@ def translation(
         trained={name: stage.Trained((name,), _optimiser(name, one, params, ctx)) for name, one in networks.items()},
         batches=local_batches(_NAME, len(data), params, ctx, of_images, at_once=images_at_once(spec.image)),
         step=step,
-        exact=frozenset(networks),
         kept={"pool": pool},
         after=after,
         is_pure=False,  # the pool

@@ -1,26 +1,14 @@
-"""Completes an operator's plan to a spec. Computes a spec's initial weights, tensor layouts, and sizes of parts and methods."""
-
-import math
-from collections.abc import Mapping
+"""Completes an operator's plan to a spec. Computes a spec's initial weights and tensor layouts."""
 
 import torch
 
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.method import LabelCounts, Method, TrainingParams, Weights
-from fedcg.learning.networks.assembly import (
-    NETWORKS,
-    build_part,
-    feature_shape,
-    layouts,
-    skeleton,
-    split_of,
-    weights_of,
-)
+from fedcg.learning.networks.assembly import build_part, layouts, weights_of
 from fedcg.learning.networks.own_backbone import check_backbones
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import TRAINER, FederationPlan, FederationSpec, NetworkSpec
-from fedcg.values import Value
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout, is_delta
 from fedcg.wire.sealed_numbers import number_count
 
@@ -180,80 +168,3 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
             "layouts": {part: layout for part, layout in spec.layouts.items() if part in parts},
         }
     )
-
-
-_ITEM_BYTES = {"float32": 4, "int64": 8}
-
-
-class PartSize(Value):
-    """Size of one part.
-
-    Attributes:
-        parameters: number of trained parameters.
-        parameter_bytes: their size as float32.
-        tensor_bytes: size of all tensors including buffers such as batch norm's, on the wire without compression.
-    """
-
-    parameters: int
-    parameter_bytes: int
-    tensor_bytes: int
-
-
-class Traffic(Value):
-    """Bytes of tensors that one client uploads and downloads in a round of a method, before compression."""
-
-    up: int
-    down: int
-
-
-class Sizes(Value):
-    """The sizes of a choice of networks for one image form.
-
-    Attributes:
-        feature_shape: shape of one image's features.
-        feature_range: "unit" or "non_negative".
-        smallest_side: minimum height and width of an image for the split.
-        parts: size per part.
-        methods: traffic of each method that supports these networks, by name.
-        refusals: why other methods do not support them, by name.
-    """
-
-    feature_shape: tuple[int, ...]
-    feature_range: str
-    smallest_side: int
-    parts: dict[Part, PartSize]
-    methods: dict[str, Traffic]
-    refusals: dict[str, str]
-
-
-def sizes_of(spec: NetworkSpec) -> Sizes:
-    """The sizes for a plan or spec.
-
-    Raises:
-        NetworkError: networks that can't be built for this image form.
-    """
-    split = split_of(spec)
-    own = frozenset() if split.image_generator is None else frozenset({Part.IMAGE_GENERATOR})
-    parts = {part: _size(spec, part, tensors) for part, tensors in layouts(spec, own.union(NETWORKS)).items()}
-    methods, refusals = {}, {}
-    for name in method_names():
-        method = get_method(name)
-        if problem := method.needs.networks(spec):
-            refusals[name] = problem
-            continue
-        tensors = method_layouts(spec, method)
-        methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.payload.up, method.payload.down)))
-    return Sizes(feature_shape(spec), split.feature_range.value, split.smallest_side, parts, methods, refusals)
-
-
-def _size(spec: NetworkSpec, part: Part, tensors: tuple[TensorLayout, ...]) -> PartSize:
-    parameters = sum(parameter.numel() for parameter in skeleton(spec, part).parameters())
-    return PartSize(parameters, 4 * parameters, _bytes(tensors))
-
-
-def _total(tensors: Mapping[Part, tuple[TensorLayout, ...]], shared: frozenset[Part]) -> int:
-    return sum(_bytes(tensors[part]) for part in shared)
-
-
-def _bytes(tensors: tuple[TensorLayout, ...]) -> int:
-    return sum(_ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)

@@ -8,7 +8,7 @@ import torch
 
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Cohort, Machine, Precision, RoundContext, Weights
+from fedcg.learning.method import Cohort, Machine, RoundContext, Weights
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -81,7 +81,6 @@ class Party(Value):
         common: a common test set, if there is one.
         device: torch device of all training.
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
-        precision: of training steps; "bf16" for CUDA devices.
         coding: number formats of updates and aggregates; None: no conversion.
         privacy: the mechanisms of the clients, except those in `undefended`.
         own: by client, the spec with its own backbone, if backbones differ (`own_backbone`).
@@ -93,7 +92,6 @@ class Party(Value):
     common: ImageSet | None = None
     device: str = "cpu"
     public: torch.Tensor | None = None
-    precision: Precision = "f32"
     coding: Coding | None = None
     privacy: PrivacySettings = OFF
     own: Mapping[str, FederationSpec] = field(default_factory=dict)
@@ -129,5 +127,5 @@ class Party(Value):
 
     def _context(self, root: bytes, number: int, public: torch.Tensor | None) -> RoundContext:
         streams = Streams(root).at(self.spec.federation, number, ATTEMPT)
-        machine = Machine(self.device, self.precision)
+        machine = Machine(self.device)
         return RoundContext(self.spec, number, ATTEMPT, streams, machine, public=public)

@@ -1,7 +1,7 @@
 """A training stage is a value: networks, optimisers, batches and a pure step. `run_stage` runs every stage of every method.
 
 A method defines only its specific parts. What all training needs is implemented here once: the order of batches is in
-`batches`; precision is applied when networks are passed to a step; with little memory a batch is divided into pieces;
+`batches`; with little memory a batch is divided into pieces;
 DP-SGD replaces an optimiser; a CUDA graph replays a whole step; moving averages follow a step; checkpoints, progress
 and divergence belong to the loop.
 
@@ -119,7 +119,6 @@ class Stage(Value):
         trained: optimisers by name.
         batches: its batches.
         step: see `Step`.
-        exact: networks that stay in float32 (spectral norm).
         kept: further state that its steps change, for checkpoints.
         after: called after each step; a stateful one that is not `Restorable` disables checkpoints for the stage.
         is_pure: whether a step branches on no value and draws only from torch's default generators. Others get no CUDA
@@ -133,7 +132,6 @@ class Stage(Value):
     trained: Mapping[str, Trained]
     batches: Batches
     step: Step
-    exact: frozenset[str] = frozenset()
     kept: Mapping[str, Kept] = field(default_factory=dict)
     after: tuple[AfterStep, ...] = ()
     is_pure: bool = True
@@ -210,10 +208,6 @@ class _Descending:
 
     def __init__(self, stage: Stage, ctx: RoundContext) -> None:
         self._stage, self._ctx, self._around = stage, ctx, ExitStack()
-        self._networks = {
-            name: network if name in stage.exact else in_precision(network, ctx)
-            for name, network in stage.networks.items()
-        }
         self._weights = {
             name: [
                 weight for network in stage.modules_of(name) for weight in network.parameters() if weight.requires_grad
@@ -280,7 +274,7 @@ class _Descending:
 
     def _descend(self, parts: Sequence[Tensors], shares: Sequence[float]) -> list[torch.Tensor]:
         """Take one step on a batch in parts. All parts run one optimiser's descent before the next."""
-        steps = [self._stage.step(self._networks, part) for part in parts]
+        steps = [self._stage.step(self._stage.networks, part) for part in parts]
         if not isinstance(steps[0], Generator):
             raise self._wrong("its step must yield a Descent")
         asked, told = self._next(steps, [None] * len(steps))
@@ -355,29 +349,6 @@ def pieces(rows: int, most_rows: int | None) -> list[slice]:
     count = 1 if most_rows is None else min(math.ceil(rows / most_rows), max(1, rows // 2))
     edges = [rows * at // count for at in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def in_precision(network: nn.Module, ctx: RoundContext) -> nn.Module:
-    """A network (not a discriminator) in the precision of this round's training steps. Outputs are float32.
-
-    bfloat16 is used only where it is safe: matrix products and convolutions of forward and backward passes. Weights,
-        optimisers, losses, batch
-    norm's statistics and discriminators (spectral norm) stay in float32, and autocast also keeps sensitive operations
-    there. Results differ in the third digit, so it is used only on request.
-    """
-    return network if ctx.machine.precision == "f32" else _InBfloat16(network, torch.device(ctx.device).type)
-
-
-class _InBfloat16(nn.Module):
-    def __init__(self, network: nn.Module, device: str) -> None:
-        super().__init__()
-        self.network, self._device = network, device
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        # A cast weight cached across steps would be outdated, and a CUDA graph would replay it.
-        with torch.autocast(self._device, torch.bfloat16, cache_enabled=False):
-            output: torch.Tensor = self.network(*inputs)
-        return output.float()
 
 
 EXTRA = "ema_"

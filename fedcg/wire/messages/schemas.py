@@ -50,11 +50,9 @@ class DeclineReason(str, Enum):
     DAILY_LIMIT = "daily_limit"
     # Conditions of the device, if its owner allows `health` (otherwise NOT_ELIGIBLE).
     RESERVED = "reserved"
-    SERVING = "serving"
     HOT = "hot"
     THROTTLED = "throttled"
     ON_BATTERY = "on_battery"
-    POWER_MODE = "power_mode"
     QUIET_HOURS = "quiet_hours"
     LOW_DISK = "low_disk"
     LOW_MEMORY = "low_memory"
@@ -73,8 +71,7 @@ class DeclineReason(str, Enum):
 
 
 _PASSING = frozenset(
-    {"interrupted", "reserved", "serving", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
-    | {"low_disk", "low_memory", "metered"}
+    {"interrupted", "reserved", "hot", "throttled", "on_battery", "quiet_hours"} | {"low_disk", "low_memory", "metered"}
 )
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,10 +16,9 @@ import tomllib
 from packaging.requirements import Requirement
 from ruamel.yaml import YAML
 
-from edge_client.cli.agent_commands import AGENT_UNIT, DEFAULT_EXECUTABLE, render_agent_unit
 from fedcg.cli import app
 from fedcg.learning.spec import plan_from_mapping
-from tests.support.commands import commands_of, fails, run_fedcg
+from tests.support.commands import commands_of
 
 REPOSITORY = Path(__file__).parents[3]
 DEPLOY = REPOSITORY / "deploy"
@@ -56,7 +55,7 @@ def project() -> dict[str, Any]:
 def test_systemd_accepts_the_unit_without_a_word_and_finds_it_hardened(unit: Path, tmp_path: Path) -> None:
     # As it would be installed, but with a command that exists on this machine, and as an instance.
     copy = tmp_path / unit.name.replace("@.", "@line4.")
-    copy.write_text(unit.read_text().replace(str(DEFAULT_EXECUTABLE), shutil.which("true") or "/bin/true"))
+    copy.write_text(unit.read_text().replace("/opt/fedcg/venv/bin/fedcg", shutil.which("true") or "/bin/true"))
     result = run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", copy)
     assert_clean(result)
     # An unknown or misspelt setting is only a warning to systemd.
@@ -65,21 +64,13 @@ def test_systemd_accepts_the_unit_without_a_word_and_finds_it_hardened(unit: Pat
     assert_clean(run("systemd-analyze", "security", "--offline=true", threshold, "--no-pager", copy))
 
 
-def test_the_agents_unit_is_what_the_command_prints_and_holds_what_the_agent_relies_on() -> None:
-    unit = (DEPLOY / "systemd" / AGENT_UNIT).read_text()
-    assert unit == render_agent_unit()
+def test_the_agents_unit_holds_what_the_agent_relies_on() -> None:
+    unit = (DEPLOY / "systemd" / "fedcg-agent@.service").read_text()
     # The killing of its trainer does not end it, a wrong configuration is not repeated, its loop is supervised, its memory bounded.
     assert set(unit.splitlines()) >= {
         *("OOMPolicy=continue", "Restart=on-failure", "RestartPreventExitStatus=2 7", "StartLimitIntervalSec=0"),
         *("Type=notify", "NotifyAccess=main", "WatchdogSec=120", "MemoryMax=80%"),
     }
-    printed = run_fedcg("agent", "unit", "--executable", "/srv/fedcg")
-    assert (printed.exit_code, printed.stdout) == (0, render_agent_unit(PurePosixPath("/srv/fedcg")))
-
-
-@pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])
-def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
-    assert "absolute path" in fails(2, "agent", "unit", "--executable", path)
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)

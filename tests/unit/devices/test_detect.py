@@ -11,7 +11,7 @@ import pytest
 from devices import detect as detection
 from devices.detect import detect, load_catalogue, runtime_obstacle
 from devices.nvidia import nvml_gpu
-from devices.profile import GIB, DeviceKind, Gpu, cpu_precisions, gpu_precisions
+from devices.profile import GIB, DeviceKind, Gpu
 from tests.support.present import present
 from tests.support.raising import raising
 
@@ -44,27 +44,27 @@ def test_a_jetson_is_known_by_its_device_tree(
 
 
 @pytest.mark.parametrize(
-    ("tree", "known_as", "precisions", "trains", "why"),
+    ("tree", "known_as", "trains", "why"),
     [
-        ("jetson-nano", "Jetson Nano", ("f32", "f16"), False, "ONNX"),
-        ("jetson-tx2", "Jetson TX2", ("f32", "f16"), False, "ONNX"),
-        ("jetson-xavier-nx", "Jetson Xavier", ("f32", "f16", "int8"), False, "ONNX"),
-        ("jetson-agx-orin-jetpack5", "Jetson Orin", ("f32", "f16", "bf16", "int8"), False, "JetPack 6"),
-        ("jetson-orin-nano-8gb", "Jetson Orin", ("f32", "f16", "bf16", "int8"), True, "GPU"),
-        ("jetson-agx-thor", "Jetson Thor", ("f32", "f16", "bf16", "int8"), True, "GPU"),
-        ("raspberrypi-3", "Raspberry Pi 3", ("f32",), True, "CPU"),
-        ("raspberrypi-4", "Raspberry Pi 4, 400", ("f32",), True, "CPU"),
-        ("raspberrypi-5", "Raspberry Pi 5, 500", ("f32", "f16", "int8"), True, "CPU"),
-        ("x86-laptop", None, ("f32", "int8"), True, "CPU"),
-        ("x86-cuda", None, None, True, "RTX A2000"),  # the driver's files name no compute capability
-        ("service-cgroup-v1", None, ("f32",), False, "512 MiB"),
+        ("jetson-nano", "Jetson Nano", False, "ONNX"),
+        ("jetson-tx2", "Jetson TX2", False, "ONNX"),
+        ("jetson-xavier-nx", "Jetson Xavier", False, "ONNX"),
+        ("jetson-agx-orin-jetpack5", "Jetson Orin", False, "JetPack 6"),
+        ("jetson-orin-nano-8gb", "Jetson Orin", True, "GPU"),
+        ("jetson-agx-thor", "Jetson Thor", True, "GPU"),
+        ("raspberrypi-3", "Raspberry Pi 3", True, "CPU"),
+        ("raspberrypi-4", "Raspberry Pi 4, 400", True, "CPU"),
+        ("raspberrypi-5", "Raspberry Pi 5, 500", True, "CPU"),
+        ("x86-laptop", None, True, "CPU"),
+        ("x86-cuda", None, True, "RTX A2000"),  # the driver's files name no compute capability
+        ("service-cgroup-v1", None, False, "512 MiB"),
     ],
 )
-def test_a_board_is_found_in_the_table_with_its_precisions_and_why_it_can_train_or_not(
-    tree: str, known_as: str | None, precisions: tuple[str, ...] | None, trains: bool, why: str
+def test_a_board_is_found_in_the_table_and_why_it_can_train_or_not(
+    tree: str, known_as: str | None, trains: bool, why: str
 ) -> None:
     profile = detect(TREES / tree)
-    assert (profile.known_as, profile.precisions, profile.trainable.possible) == (known_as, precisions, trains)
+    assert (profile.known_as, profile.trainable.possible) == (known_as, trains)
     assert why in profile.trainable.reason
 
 
@@ -195,14 +195,12 @@ def test_a_gpu_beside_an_onnxruntime_for_the_cpu_is_told_with_the_build_to_insta
     assert runtime_obstacle(detect(TREES / tree)) == ""
 
 
-def test_the_documentation_has_every_jetson_of_the_catalogue_with_its_precisions_and_every_other_kind() -> None:
+def test_the_documentation_has_every_jetson_of_the_catalogue_and_every_other_kind() -> None:
     lines = (ROOT / "docs" / "reference/hardware.md").read_text(encoding="utf-8").splitlines()
     catalogue = load_catalogue()
     for key, soc in catalogue.soc.items():
         modules = [one.name.removeprefix("Jetson ") for one in catalogue.module.values() if one.soc == key]
-        capability = (
-            f"{'.'.join(map(str, soc.compute_capability))} | {', '.join(gpu_precisions(soc.compute_capability))}"
-        )
+        capability = ".".join(map(str, soc.compute_capability))
         row = next(
             line for line in lines if line.startswith(f"| Jetson {soc.family}: {', '.join(modules)} | {capability} |")
         )
@@ -219,12 +217,3 @@ def test_the_documentation_has_the_builds_for_each_board_and_jetpack_of_the_cata
     lines = (ROOT / "docs" / "reference/hardware.md").read_text(encoding="utf-8").splitlines()
     begin = lines.index("| board | Python | torch | onnxruntime | says |") + 2
     assert lines[begin : lines.index("", begin)] == rows
-
-
-def test_precisions_follow_compute_capability_and_instructions() -> None:
-    capabilities = [(5, 0), (5, 3), (6, 1), (6, 2), (7, 0), (7, 5), (9, 0)]
-    assert ["".join(name[0] for name in gpu_precisions(one)[1:]) for one in capabilities] == [
-        "", "f", "fi", "f", "f", "fi", "fbi",
-    ]  # fmt: skip
-    assert cpu_precisions("fpu avx2") == ("f32",)
-    assert cpu_precisions("avx512_bf16 avx512_fp16 avx512_vnni") == ("f32", "f16", "bf16", "int8")

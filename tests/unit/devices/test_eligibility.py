@@ -1,6 +1,5 @@
 """Whether a box may train now: each condition by its readings, hysteresis, quiet hours, and what the box's application holds."""
 
-import fcntl
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,6 @@ def found(readings: Telemetry, before: DeclineReason | None = None, **settings: 
         (Telemetry(supply=BATTERY), {}, None),
         (Telemetry(supply=BATTERY), {"on_mains": True}, DeclineReason.ON_BATTERY),
         (Telemetry(supply=Supply()), {"on_mains": True}, None),
-        (Telemetry(power_mode="15W"), {"power_modes": ["25w", "15w"]}, None),
-        (Telemetry(power_mode="MAXN"), {"power_modes": ["15W"]}, DeclineReason.POWER_MODE),
-        (Telemetry(power_mode=None), {"power_modes": ["15W"]}, None),
         (Telemetry(free_disk_bytes=LOW_DISK_BYTES - 1_000_000), {}, DeclineReason.LOW_DISK),
         (Telemetry(free_disk_bytes=LOW_DISK_BYTES), {"min_free_disk_mb": 600}, DeclineReason.LOW_DISK),
         (Telemetry(free_memory_bytes=399_999_999), {"min_free_memory_mb": 400}, DeclineReason.LOW_MEMORY),
@@ -96,21 +92,14 @@ def test_hours_of_another_form_are_refused_with_an_example(span: str) -> None:
         EligibilitySettings(quiet_hours=(span,))
 
 
-def test_an_application_keeps_training_away_by_its_lock_or_its_file(tmp_path: Path) -> None:
-    lock, stop = tmp_path / "app.lock", tmp_path / "stop"
-    settings = EligibilitySettings(lock_file=lock, stop_file=stop)
-    assert is_held(settings) == ""
-    with lock.open("w") as file:
-        assert is_held(settings) == ""  # there, and nobody holds it
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # asking has left it to the application
-        assert is_held(settings) == f"{lock} is locked"
-        reason = eligibility(Telemetry(), settings, NOON)
-        assert reason is not None
-        assert reason.obstacle is DeclineReason.RESERVED
+def test_an_application_keeps_training_away_by_its_file(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    settings = EligibilitySettings(stop_file=stop)
     assert is_held(settings) == ""
     stop.touch()
-    assert is_held(settings) == f"{stop} exists"
-    assert "can't be read" in is_held(EligibilitySettings(lock_file=tmp_path))  # a folder
+    reason = eligibility(Telemetry(), settings, NOON)
+    assert reason is not None
+    assert (reason.obstacle, reason.detail) == (DeclineReason.RESERVED, f"{stop} exists")
 
 
 @pytest.mark.parametrize(
@@ -136,22 +125,3 @@ def test_every_obstacle_of_the_box_but_missing_time_may_pass_while_the_attempt_i
     of_the_box = set(reasons[reasons.index(DeclineReason.RESERVED) :])
     passing = {reason for reason in reasons if reason.passes}
     assert passing == of_the_box - {DeclineReason.NO_TIME} | {DeclineReason.INTERRUPTED}
-
-
-@pytest.mark.parametrize(
-    ("rate", "before", "keeps"),
-    [
-        (4.0, None, False),
-        (4.1, None, True),
-        (2.1, DeclineReason.SERVING, True),
-        (2.0, DeclineReason.SERVING, False),
-        (None, None, False),
-    ],
-)
-def test_requests_above_the_limit_keep_a_box_from_training_until_they_fell_to_half_of_it(
-    rate: float | None, before: DeclineReason | None, keeps: bool
-) -> None:
-    settings = EligibilitySettings(inference_url="http://127.0.0.1:8080", max_requests_per_s=4.0)
-    reason = eligibility(Telemetry(), settings, NOON, requests_per_s=rate, before=before)
-    assert (reason is not None and reason.obstacle is DeclineReason.SERVING) is keeps
-    assert eligibility(Telemetry(), EligibilitySettings(), NOON, requests_per_s=1e6) is None  # no server is named

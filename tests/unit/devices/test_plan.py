@@ -1,7 +1,6 @@
 """Where and how large to train."""
 
 import importlib.machinery
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,20 +112,6 @@ def test_whether_torch_has_cuda_is_read_from_its_files(
     told = torch_obstacle()
     assert told.startswith(found)
     assert bool(told) == bool(found)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "device", "trains"),
-    [(card(), "auto", True), (card(capability=(7, 5)), "auto", False), (card(), "cpu", False), (None, "auto", False)],
-)
-def test_bf16_needs_instructions_of_the_place_that_trains(gpu: Gpu | None, device: str, trains: bool) -> None:
-    if trains:
-        assert plan_training(box(gpu=gpu), device=device, precision="bf16").device == "cuda"
-        return
-    with pytest.raises(NotTrainableError, match=r'precision = "bf16" under .* set precision = "f32"'):
-        plan_training(box(gpu=gpu), device=device, precision="bf16")
-    able = replace(box(gpu=gpu), cpu_formats=("f32", "bf16"))
-    assert plan_training(able, device="cpu", precision="bf16").device == "cpu"
 
 
 @pytest.mark.parametrize(("free", "scale"), [(None, 1.0), (GIB, 1.0), (GIB - 1, 0.5), (GIB // 2 - 1, 0.25), (0, 0.25)])

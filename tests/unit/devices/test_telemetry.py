@@ -9,7 +9,7 @@ import pytest
 
 from devices import telemetry
 from devices.nvidia import GpuReadings, nvml_readings
-from devices.power import EnergyMeter, Rail, Supply, read_power_mode, read_rails, read_supply
+from devices.power import EnergyMeter, Rail, Supply, read_rails, read_supply
 from devices.telemetry import Causes, Telemetry, Zone, read_telemetry
 from fedcg.wire.parts import Health
 from tests.support.raising import raising
@@ -41,7 +41,7 @@ def _battery(percent: int, status: str) -> dict[str, str]:
 def test_a_machine_without_sensors_is_ok_and_says_that_nothing_could_be_read(tmp_path: Path) -> None:
     seen = read_telemetry(tmp_path, root=tmp_path)
     assert (seen.is_hot, seen.supply.battery_percent, seen.supply.on_mains) == (None,) * 3
-    assert (seen.power_mode, seen.cpu_mhz, seen.free_memory_bytes) == (None,) * 3
+    assert (seen.cpu_mhz, seen.free_memory_bytes) == (None,) * 2
     assert seen.condition is Health.OK
 
 
@@ -102,7 +102,7 @@ def test_no_reading_of_a_damaged_tree_is_an_error(tmp_path: Path) -> None:
         if file.is_file():
             file.write_bytes(b"\xff\xfe::garbage\0-1 0,,-")
     read = read_telemetry(tmp_path, root)
-    assert (read.zones, read.rails, read.power_mode, read.counters, read.cpu_mhz) == ((), (), None, {}, None)
+    assert (read.zones, read.rails, read.counters, read.cpu_mhz) == ((), (), {}, None)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,6 @@ def test_a_rail_without_a_current_is_unavailable_and_not_zero(tmp_path: Path) ->
     monitor = "sys/class/hwmon/hwmon0"
     assert read_rails(_write(tmp_path, {f"{monitor}/name": "ina3221", f"{monitor}/in1_input": "5000"})) == ()
     assert read_rails(_write(tmp_path, {f"{monitor}/curr1_input": "garbage"})) == ()
-
-
-def test_the_power_mode_is_named_by_nvpmodels_configuration_else_by_its_number(tmp_path: Path) -> None:
-    assert (read_power_mode(ORIN), read_power_mode(TREES / "jetson-xavier-nx")) == ("25W", "8")
-    assert read_power_mode(tmp_path) is None
 
 
 @pytest.mark.parametrize(

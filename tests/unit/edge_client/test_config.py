@@ -113,7 +113,7 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
         (PLAIN.replace("port = 8884", "insecure = true"), "broker", "not for 'broker.example'"),
         # else weights might go in the clear
         (INSECURE.replace("broker.example", "127.0.0.1"), "(file)", "remove one of them"),
-        (GOOD + '[eligibility]\npower_modes = "15W"\n', "eligibility.power_modes", 'a list: power_modes = ["15W"]'),
+        (GOOD + '[eligibility]\nquiet_hours = "15W"\n', "eligibility.quiet_hours", 'a list: quiet_hours = ["15W"]'),
         (GOOD + "[eligibility]\nquiet_hours = 22\n", "eligibility.quiet_hours", 'a list: quiet_hours = ["…"]'),
         (GOOD + '[eligibility]\nquiet_hours = ["at night"]\n', "eligibility.quiet_hours", "22:00-06:00"),
         (GOOD + "[eligibility]\nmax_temperature = 70\n", "eligibility.max_temperature", "max_temperature_c"),
@@ -244,17 +244,19 @@ def test_a_defence_is_read(tmp_path: Path) -> None:
 
 
 def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside_the_file(tmp_path: Path) -> None:
-    text = f'metrics_folder = "prom"\n{GOOD}\n[eligibility]\nlock_file = "app.lock"\non_mains = true\n'
+    text = f'{GOOD}\n[eligibility]\nstop_file = "stop"\non_mains = true\n'
     environment = {
         "FEDCG_AGENT_ELIGIBILITY_QUIET_HOURS": "22:00-06:00, 12:00-13:00",
-        "FEDCG_AGENT_ELIGIBILITY_POWER_MODES": "15W",
         "FEDCG_AGENT_ELIGIBILITY_METERED_INTERFACES": "wwan0,usb*",
     }
     config = load(tmp_path, text, environment)
     found = config.eligibility
-    assert (found.lock_file, config.metrics_folder) == (tmp_path / "app.lock", tmp_path / "prom")
-    assert (found.on_mains, found.quiet_hours) == (True, ("22:00-06:00", "12:00-13:00"))
-    assert (found.power_modes, found.metered_interfaces) == (("15W",), ("wwan0", "usb*"))
+    assert (found.stop_file, found.on_mains, found.quiet_hours) == (
+        tmp_path / "stop",
+        True,
+        ("22:00-06:00", "12:00-13:00"),
+    )
+    assert found.metered_interfaces == ("wwan0", "usb*")
 
 
 def test_the_consent_of_a_new_devices_configuration_needs_only_its_comment_signs_taken_away(tmp_path: Path) -> None:

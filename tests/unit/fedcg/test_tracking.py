@@ -1,4 +1,4 @@
-"""`track`: a run at MLflow, at Weights & Biases in its offline mode, and in TensorBoard's event files."""
+"""`track`: a run at MLflow and in TensorBoard's event files."""
 
 import os
 import subprocess
@@ -134,17 +134,6 @@ def test_a_command_without_server_warns_once_and_ends_well(tmp_path: Path, caplo
     done = fedcg_simulate(tmp_path / "out", f"--method local --rounds 2 --track mlflow:http://127.0.0.1:{free_port()}")
     assert done.exit_code == 0, done.output
     assert len(caplog.messages) == 1
-
-
-def test_a_run_lies_in_the_folder_of_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    fedcg.simulate(clients(), "fedavg", 1, track="wandb:sites", **QUICK)
-    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    content = file.read_bytes()
-    assert all(word in content for word in (b"sites", b"local_epochs", b"accuracy/c", b"accuracy/mean"))
-    tables = "".join(path.read_text() for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"))
-    assert all(word in tables for word in ("accuracy_personal", "round-000001.pt"))
 
 
 def test_event_files_have_settings_rounds_and_tables_once(tmp_path: Path) -> None:

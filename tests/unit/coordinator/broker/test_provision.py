@@ -259,7 +259,9 @@ def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home) 
         ("casting", "waiting", 1),
         ("second", "waiting", 1),
     ]
-    assert "updates: i8-delta, of aggregates: f32" in call("federation", "show", "casting", "--dir", home.root)[1]
+    shown = call("federation", "show", "casting", "--dir", home.root)[1]
+    assert "updates: i8-delta, of aggregates: f32" in shown
+    assert "updates 0 of 2 (quorum 2), 0 of 0 devices online" in shown
     assert "there are: casting, second" in fails(2, "federation", "show", "--dir", home.root)
 
 

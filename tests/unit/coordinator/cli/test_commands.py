@@ -101,7 +101,7 @@ def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_ex
     monkeypatch.setattr(FederationSpec, "is_exact", True)
     shown = run_fedcg(*words, "--yes").stdout
     assert "`fedcg cohort status` on any device lists the consents" in shown
-    assert shown.endswith(f"fedcg federation watch --dir {home.root} tiny\n")
+    assert shown.endswith(f"fedcg federation show --dir {home.root} tiny\n")
     assert "\nforgotten: a, b\n" in run_fedcg("federation", "show", "tiny", "--dir", home.root).stdout
 
 

@@ -15,8 +15,6 @@ import psutil
 import pytest
 from cryptography import x509
 
-from coordinator.cli.opening import create_home
-from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.paths import Home
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
@@ -141,17 +139,14 @@ def test_a_second_broker_for_a_home_is_refused_and_the_first_ends_on_sigterm(hom
     assert first.wait(timeout=20) == 0, processes.log("broker")
 
 
-def test_a_broker_that_can_not_run_here_is_refused_with_the_way_to_one(
+def test_without_mosquitto_neither_a_broker_nor_the_demo_starts_and_the_message_says_how_to_install_it(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.broker.broker_process.find_mosquitto", lambda: None)
-    elsewhere = create_home(tmp_path / "other", CoordinatorConfig(broker=BrokerSettings(host="broker.example")))
-    for words, why in (
-        (("--dir", home.root), "make setup-broker"),
-        (("--dir", home.root), "For a demo on this machine, use --broker amqtt"),
-        (("--dir", elsewhere.root, "--broker", "amqtt"), "for demos on this machine"),
-    ):
-        assert why in fails(2, "broker", "run", *words)
+    for module in ("coordinator.broker.broker_process", "experiments.cli.demo_command"):
+        monkeypatch.setattr(f"{module}.find_mosquitto", lambda: None)
+    for words in (("broker", "run", "--dir", home.root), ("demo", "--out", tmp_path / "out")):
+        told = fails(2, *words)
+        assert ("make setup-broker" in told, "apt-get install mosquitto" in told) == (True, True)
 
 
 @pytest.mark.slow

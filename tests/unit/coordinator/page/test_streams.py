@@ -1,4 +1,4 @@
-"""Events as they happen, over real HTTP; problems posted to a webhook; `fedcg federation watch`."""
+"""Events as they happen, over real HTTP; problems posted to a webhook."""
 
 import asyncio
 import http.client
@@ -17,9 +17,7 @@ from coordinator.http import event_stream
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
-from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.schemas import RoundAttempt
-from tests.support.commands import run_fedcg, succeeds
 from tests.support.coordinator.world import MakeWorld
 from tests.support.page.pages import ServedPage, tiny_page
 from tests.support.waiting import wait_until
@@ -170,34 +168,3 @@ def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_a
     assert "Put images where" in str(Receiver.posted[0]["remedy"])
     assert len(Receiver.refused) == 1
     assert [event["event"] for event in world.events()] == ["problem_opened", "problem_closed"]
-
-
-def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: ServedPage) -> None:
-    world = page.made.world
-    facts = json.loads(succeeds("federation", "watch", "--dir", world.root, "--once", "--json"))["data"]
-    assert (facts["federation"], facts["phase"], facts["enrolled"], facts["is_served"]) == ("tiny", "waiting", 2, False)
-    page.made.world.service_context().events.write("device_disabled", federation="tiny", client="a", reason="moved")
-    world.store.events.flush()
-    text = run_fedcg("federation", "watch", "tiny", "--dir", world.root, "--once").stdout
-    assert "tiny: waiting, round 1 of 2" in text
-    assert "no coordinator is running" in text
-    assert "a disabled and no longer invited: moved" in text
-    assert run_fedcg("federation", "watch", "none", "--dir", world.root).exit_code == NOT_FOUND
-
-
-def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: ServedPage) -> None:
-    url, own = f"http://127.0.0.1:{page.port}", {"FEDCG_API_TOKEN": page.token(Role.VIEWER)}
-    found: list[str] = []
-
-    def watch() -> None:
-        found.append(run_fedcg("federation", "watch", "--url", url, "--json", environment=own).stdout)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    page.made.start()
-    watcher.join(60)
-    assert found, "the command did not end with the federation"
-    lines = [json.loads(line)["data"] for line in found[0].splitlines()]
-    assert all(line["is_served"] for line in lines)
-    assert lines[-1]["phase"] == "finished"
-    assert lines[-1]["events"][-1]["message"].startswith("tiny: finished after round 2: the final aggregate is")

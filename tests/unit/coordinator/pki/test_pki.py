@@ -238,7 +238,7 @@ def test_certificates_that_run_out_are_replaced_and_clients_keep_their_key(home:
     assert kept == {name: certificate(home, name) for name in before}
 
 
-@pytest.mark.parametrize("command", [("coordinator", "run"), ("broker", "run"), ("broker", "run", "--broker", "amqtt")])
+@pytest.mark.parametrize("command", [("coordinator", "run"), ("broker", "run")])
 def test_after_the_authoritys_end_nothing_starts_and_the_message_names_end_clock_and_remedy(
     home: Home, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:

@@ -1,6 +1,5 @@
 """What an agent knows of its own box: whether it takes part, its metrics, and what it reports to the coordinator."""
 
-import fcntl
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 
 from devices.eligibility import EligibilitySettings
 from devices.power import Rail, Supply
-from devices.telemetry import Causes, Sensors, Telemetry, Zone
-from edge_client.agent.hardware import HardwareWatch, metrics_text
+from devices.telemetry import Causes, Telemetry, Zone
+from edge_client.agent.hardware import HardwareWatch
 from edge_client.agent.reports import REPORT_EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
@@ -21,7 +20,7 @@ from fedcg.wire.messages import schemas
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, make_config
+from tests.support.edge.world import MakeWorld, connected, make_config
 from tests.support.present import present
 from tests.support.raising import raising
 from tests.support.waiting import wait_until
@@ -31,22 +30,23 @@ ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 
 
-def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
+def test_a_device_that_its_application_needs_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
     make_world: MakeWorld,
 ) -> None:
     world = make_world(is_automatic=False)
-    lock = world.root / "app.lock"
-    world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(lock_file=lock)})
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        world.connect()
-        world.open_round()
-        assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.RESERVED
-        assert world.trainer.rounds() == []
+    stop = world.root / "stop"
+    stop.parent.mkdir(parents=True, exist_ok=True)
+    stop.touch()
+    world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(stop_file=stop)})
+    world.connect()
+    world.open_round()
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.RESERVED
+    assert world.trainer.rounds() == []
+    stop.unlink()
     world.coordinator.invite(1)
     assert world.coordinator.wait(schemas.Accept).round == 1
     (declined,) = world.events("declined")
-    assert declined["detail"] == f"{lock} is locked"
+    assert declined["detail"] == f"{stop} exists"
 
 
 def test_without_the_report_field_health_the_reason_stays_on_the_box(make_world: MakeWorld) -> None:
@@ -93,40 +93,6 @@ def test_heat_is_remembered_between_two_looks(tmp_path: Path) -> None:
     )
     seen = [watch.reason() for _ in range(3)]
     assert [one and one.obstacle for one in seen] == [schemas.DeclineReason.HOT, schemas.DeclineReason.HOT, None]
-
-
-def test_the_metrics_are_whole_and_leave_out_what_is_unavailable(tmp_path: Path) -> None:
-    config = make_config(tmp_path).model_copy(update={"metrics_folder": tmp_path / "prom"})
-    (tmp_path / "prom").mkdir()
-    watch = HardwareWatch(config, Sensors(tmp_path, ORIN).read, lambda: NOON)
-    path = tmp_path / "prom" / f"fedcg-{FEDERATION}-{DEVICE}.prom"
-    with watch.watching():
-        wait_until(path.exists, "the first metrics")
-    text, about = path.read_text(), f'federation="{FEDERATION}",device="{DEVICE}"'
-    assert path.stat().st_mode & 0o777 == 0o644
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert lines[f'fedcg_device_temperature_celsius{{{about},zone="tj-thermal 2"}}'] == "53.406"
-    assert lines[f'fedcg_device_temperature_limit_celsius{{{about},zone="tj-thermal 2"}}'] == "94.5"
-    assert float(lines[f'fedcg_device_power_watts{{{about},rail="VDD_IN 0"}}']) == pytest.approx(5.61338)
-    assert lines[f'fedcg_device_throttle_events_total{{{about},event="over-current oc3"}}'] == "41"
-    assert lines[f'fedcg_device_eligible{{{about},reason=""}}'] == "1"
-    assert "battery" not in text
-    assert "on_mains" not in text
-    names = [line.split("{")[0] for line in lines]
-    assert len(set(names)) == len([name for name, before in zip(names, ["", *names], strict=False) if name != before])
-
-
-def test_a_label_is_escaped(tmp_path: Path) -> None:
-    read = Telemetry(zones=(Zone('odd "zone"\\', 1.0),))
-    assert 'zone="odd \\"zone\\"\\\\ 0"} 1' in metrics_text(make_config(tmp_path), read, None)
-
-
-def test_a_folder_of_metrics_that_is_not_there_is_a_warning_and_the_agent_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config(tmp_path).model_copy(update={"metrics_folder": tmp_path / "missing"})
-    with HardwareWatch(config, Telemetry, lambda: NOON).watching():
-        wait_until(lambda: "metrics_folder" in caplog.text, "the warning")
 
 
 ABOUT = {"federation": "shapes", "sender": "site-1", "recipient": "coordinator"}

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from edge_client.cli.agent_commands import render_agent_unit
 from edge_client.cli.doctor import checks
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, load_config
@@ -183,7 +182,8 @@ def test_what_only_a_person_can_mend_ends_the_agent_with_a_code_at_which_its_uni
     device: Path, mends_not_itself: Callable[[Path], object], named: str
 ) -> None:
     opened(load_config(device, {})).device_secret()
-    stops_at = render_agent_unit().split("RestartPreventExitStatus=")[1].split("\n")[0].split()
+    unit = Path(__file__).parents[4] / "deploy" / "systemd" / "fedcg-agent@.service"
+    stops_at = unit.read_text().split("RestartPreventExitStatus=")[1].split("\n")[0].split()
     mends_not_itself(device.parent)
     assert stops_at == ["2", "7"]
     assert named in fails(2, "agent", "run", "--config", device)

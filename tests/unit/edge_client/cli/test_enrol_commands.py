@@ -30,7 +30,7 @@ def first(home: Home, tmp_path: Path) -> Path:
     (tmp_path / "images").mkdir()
     path = tmp_path / "box" / "agent.toml"
     settings: dict[tuple[str, str], str | bool | float | list[str]] = {("policy", "allow_upload"): ["classifier"]}
-    settings |= {("eligibility", "stop_file"): "stop", ("", "metrics_folder"): "prom"}
+    settings |= {("eligibility", "stop_file"): "stop"}
     settings |= {("audit", "before_publish"): "quick", ("audit", "auxiliary"): "aux", ("privacy", "prune"): 0.5}
     path.write_text(set_values(path.read_text(), settings))
     return path
@@ -52,7 +52,7 @@ def test_the_second_federation_has_a_store_of_its_own_and_the_identity_and_polic
     assert two.policy.allow_upload == frozenset({Part.CLASSIFIER})
     assert (two.audit, two.privacy) == (one.audit, one.privacy)
     assert (two.audit.is_on, two.privacy.prune) == (True, 0.5)
-    assert (two.eligibility, two.metrics_folder) == (one.eligibility, one.metrics_folder)
+    assert two.eligibility == one.eligibility
     assert two.eligibility.stop_file is not None
     assert two.training_lock == one.training_lock
     assert two.store != one.store

@@ -1,7 +1,6 @@
 """Training takes turns with other federations, pauses while the box may not train, and makes room for predictions."""
 
 import fcntl
-import http.server
 import os
 import subprocess
 import sys
@@ -16,14 +15,12 @@ import pytest
 
 from devices.eligibility import EligibilitySettings
 from devices.telemetry import Causes, Telemetry, Zone
-from edge_client.agent.hardware import HardwareWatch
 from edge_client.cli.status import WAITS, read_status
 from edge_client.session.signals import Noted, RoundCommitted
 from edge_client.training import trainer_child
-from edge_client.training.box_limits import LEAST_PAUSE_S, LOOK_EVERY_S, InferenceLoad, Pauses, turn
+from edge_client.training.box_limits import LEAST_PAUSE_S, LOOK_EVERY_S, Pauses, turn
 from edge_client.training.trainer_child import Trainer
 from edge_client.training.trainer_handle import TrainerReport, trainer_process
-from export.serving.app import Metrics
 from fedcg.event_log import EventLog, read_events
 from fedcg.log_output import LogSettings
 from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, RoundAttempt
@@ -208,28 +205,6 @@ def test_a_paused_round_commits_what_an_undisturbed_one_does(tmp_path: Path, mon
     assert updates[0] == updates[1]
 
 
-@contextmanager
-def server(metrics: Metrics) -> Iterator[str]:
-    """The metrics of an inference server on a free port."""
-
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = metrics.text(None, None, queue=0, is_ready=True) if self.path == "/metrics" else b""
-            self.send_response(200 if body else 404)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join()
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -241,62 +216,6 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
-
-
-def test_requests_a_second_are_counted_between_two_looks_whatever_their_outcome() -> None:
-    metrics, clock = Metrics(), Clock()
-    with server(metrics) as url:
-        load = InferenceLoad(url, clock=clock)
-        assert load() is None
-        metrics.requests.labels("ok").inc(30)
-        metrics.requests.labels("queue_full").inc(10)
-        clock.now += 0.5
-        assert load() is None  # too soon
-        clock.now += 3.5
-        assert load() == 10.0
-    clock.now += 5.0
-    assert load() is None  # it is gone: nothing is known
-    assert InferenceLoad(None)() is None
-
-
-def test_a_server_that_was_started_again_counts_from_nothing() -> None:
-    pages, clock = (
-        ['fedcg_serve_requests_total{outcome="ok"} 500.0\n', 'fedcg_serve_requests_total{outcome="ok"} 2.0\n'],
-        Clock(),
-    )
-    load = InferenceLoad("http://127.0.0.1:1", lambda _: pages.pop(0), clock)
-    load()
-    clock.now += 2.0
-    assert load() is None
-
-
-def test_a_round_pauses_while_more_predictions_are_asked_for_than_the_owner_allows(tmp_path: Path) -> None:
-    metrics, clock = Metrics(), Clock()
-    events = EventLog(tmp_path / "events.jsonl", clock)
-    with server(metrics) as url:
-        settings = EligibilitySettings(inference_url=url, max_requests_per_s=4.0)
-        pauses = Pauses(settings, Telemetry, lambda: None, events, clock, lambda: NOON, lambda _: clock.sleep(2.0))
-        pauses()
-        metrics.requests.labels("ok").inc(10)
-        clock.now += 2.0
-        pauses()  # 5 a second, and none afterwards
-    assert [line.get("reason") for line in read_events(tmp_path / "events.jsonl")] == ["serving", None]
-
-
-def test_a_busy_inference_server_keeps_a_device_from_a_round_with_the_reason(tmp_path: Path) -> None:
-    metrics = Metrics()
-    with server(metrics) as url:
-        config = make_config(tmp_path)
-        settings = EligibilitySettings(inference_url=url, max_requests_per_s=0.5)
-        watch = HardwareWatch(config.model_copy(update={"eligibility": settings}), Telemetry, lambda: NOON)
-        assert watch.reason() is None
-
-        def reason() -> DeclineReason | None:
-            metrics.requests.labels("ok").inc(100)
-            found = watch.reason()
-            return None if found is None else found.obstacle
-
-        wait_until(lambda: reason() is DeclineReason.SERVING, "the requests are noticed")
 
 
 @pytest.mark.parametrize(("duty", "slept"), [(1.0, []), (0.5, [0.4]), (0.25, [1.2])])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from coordinator.aggregation.jobs import Job, JobDone, JobFailed, WorkerDied, WorkerReady
-from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.signals import RoundCommitted, TrainerReady, TrainRound
 from edge_client.store.generations import CheckpointFile
@@ -166,7 +165,7 @@ def test_a_bad_checkpoint_is_reported_and_the_round_restarts(tmp_path: Path, mon
     assert saves[0] >= EPOCHS
 
 
-@pytest.mark.parametrize("other", ["attempt", "settings", "precision", "aggregate"])
+@pytest.mark.parametrize("other", ["attempt", "settings", "aggregate"])
 def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
@@ -176,10 +175,6 @@ def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
         command = site.round(1, 2)
     elif other == "settings":
         site.configure(privacy=PrivacySettings(dropout=0.1))
-    elif other == "precision":
-        site.configure(training={"precision": "bf16"})
-        box = replace(detect(), cpu_formats=("f32", "bf16"))
-        monkeypatch.setattr("edge_client.training.trainer_child.detect", lambda: box)
     else:
         first = initial_parts(site.spec, spec_root(site.spec.seed))
         parts = to_arrays({part: first[part] for part in get_method("fedavg").payload.down})

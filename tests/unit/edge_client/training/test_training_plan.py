@@ -22,7 +22,6 @@ from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Method, RoundContext
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.spec import NetworkChoice
-from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.training_site import Site, real_spec
@@ -199,16 +198,7 @@ def test_a_damaged_file_costs_what_was_learned_and_nothing_else(tmp_path: Path, 
 
 
 CPU_BOX = DeviceProfile(
-    DeviceKind.CPU,
-    None,
-    None,
-    "x86_64",
-    2,
-    8 * GIB,
-    None,
-    None,
-    Trainable(possible=True, reason=""),
-    cpu_formats=("f32",),
+    DeviceKind.CPU, None, None, "x86_64", 2, 8 * GIB, None, None, Trainable(possible=True, reason="")
 )
 ORIN = replace(CPU_BOX, kind=DeviceKind.JETSON, gpu=Gpu("Orin", 8 * GIB, (8, 7), None, shares_memory=True))
 NO_CUDA = "this torch (2.13.0) has no CUDA: install the build for this board"
@@ -248,18 +238,6 @@ def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_or_declines_
     detail, found = site.declined(DeclineReason.NOT_ELIGIBLE), site.finding("training")
     assert detail == f'device = "cuda" under [training] can\'t be used: {NO_CUDA}'
     assert (found.state, found.detail) == ("failed", detail)
-
-
-def test_bf16_trains_other_weights_and_its_update_tells_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, replace(CPU_BOX, cpu_formats=("f32", "bf16")))
-    updates = {}
-    for precision in ("f32", "bf16"):
-        one = Site(tmp_path / precision, real_spec(batch_size=8))
-        configure(one, device="cpu", precision=precision)
-        one.train()
-        updates[precision] = one.weights(), read_header(one.update()).determinism
-    assert updates["bf16"][1] == {**updates["f32"][1], "precision": "bf16"}
-    assert updates["f32"][0] != updates["bf16"][0]
 
 
 def test_the_batch_follows_what_is_free_before_round_1_and_stays(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

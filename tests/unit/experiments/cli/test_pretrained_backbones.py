@@ -95,13 +95,3 @@ def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, mon
     assert listed["mobilenetv3_small_100"] is None
     text = run_fedcg("network", "list").output
     assert "mobilenetv3_small_100: not found (docs/how-to/backbones.md)" in text
-
-
-def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file() -> None:
-    shown = {}
-    for freeze in ("none", "all"):
-        words = f"network show {SPLIT} --image-size 64 --freeze {freeze} --json"
-        shown[freeze] = data_of(run_fedcg(*words.split()).output)["parts"]["extractor"]
-    width = 256  # of the pooled features
-    assert shown["all"]["parameters"] == width * 16 + 16
-    assert shown["none"]["parameters"] > 90_000

@@ -144,7 +144,7 @@ def test_the_roots_differ_by_purpose_and_seed_and_are_private_files(tmp_path: Pa
 def test_a_folder_that_holds_files_is_refused_with_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     with pytest.raises(OptionError, match="choose another --out, or delete it first"):
-        new_run(tmp_path, Setting(), "auto")
+        new_run(tmp_path, Setting())
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,7 @@ def test_the_demo_and_its_help_import_no_torch() -> None:
     assert result.stdout.strip() == "False"
 
 
+@pytest.mark.broker
 def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported_or_started(tmp_path: Path) -> None:
     code = """
 import os, sys, types

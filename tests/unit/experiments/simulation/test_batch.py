@@ -85,6 +85,8 @@ def test_a_setting_recorded_before_an_option_existed_is_the_same_with_its_defaul
     recorded = setting.published()
     del recorded["participation"]
     assert setting.is_same(recorded)
+    assert setting.is_same({**recorded, "precision": "f32"})
+    assert not setting.is_same({**recorded, "precision": "bf16"})
     assert not setting.is_same({**recorded, "rounds": 4})
     assert not setting.is_same({**recorded, "unheard_of": 1})
     assert not setting.is_same(None)

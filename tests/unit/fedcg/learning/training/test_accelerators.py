@@ -1,27 +1,22 @@
-"""CUDA graphs, bfloat16, and the errors of an accelerator."""
+"""CUDA graphs and the errors of an accelerator."""
 
 import errno
 import json
 import logging
-import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.method import Machine, Precision, Weights
-from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.round_checkpoint import optimiser_state
-from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.device_errors import is_of_this_machine, is_out_of_memory, is_sticky
-from tests.support.learning.learning_cases import GREY, context, plan_of, round_of_one_client, same
+from tests.support.learning.learning_cases import same
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MANY = 1000
@@ -133,28 +128,6 @@ NEITHER = (
 def test_an_error_is_of_memory_or_of_a_broken_card_or_neither(error: Exception) -> None:
     assert (is_out_of_memory(error), is_sticky(error)) == (error in MEMORY, error in STICKY)
     assert is_of_this_machine(error) == (error in MEMORY or isinstance(error, OSError))
-
-
-def round_in(method: str, precision: Precision) -> tuple[float, dict[str, Weights]]:
-    choice = NetworkChoice(noise_dim=8, generator="mlp", discriminator="mlp")
-    spec = complete_spec(plan_of(method, choice, GREY, {"epochs": 5, "lr": 0.003}))
-    result, aggregate = round_of_one_client(replace(context(spec, 3), machine=Machine(precision=precision)), 44)
-    assert result.report.loss is not None
-    return result.report.loss, {
-        **{f"client {part}": weights for part, weights in result.private.parts.items()},
-        **{f"server {part}": weights for part, weights in aggregate.parts.items()},
-    }
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedcg", "fedmd_cg"])
-def test_a_round_in_bfloat16_learns_as_in_float32_and_keeps_weights_in_float32(method: str) -> None:
-    (loss, exact), (rough_loss, rough) = round_in(method, "f32"), round_in(method, "bf16")
-    assert loss < 0.8 * math.log(3.0)  # it has learnt
-    assert rough_loss == pytest.approx(loss, abs=0.05)
-    for key, weights in exact.items():
-        assert not same(weights, rough[key])
-        for name, tensor in weights.items():
-            assert rough[key][name].dtype == tensor.dtype
 
 
 UNDER_LIMITS = """

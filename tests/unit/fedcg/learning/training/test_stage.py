@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -71,7 +71,7 @@ def toy(**changed: Any) -> Stage:
     }
     blocks = ((shown[rows], wanted[rows]) for _ in range(2) for rows in (slice(0, 16), slice(16, 26)))
     networks = {"body": body, "judge": judge}
-    stage = Stage("toy", TOY_LOSSES, networks, trained, Batches(blocks, TOY_STEPS, 8), toy_step, frozenset({"judge"}))
+    stage = Stage("toy", TOY_LOSSES, networks, trained, Batches(blocks, TOY_STEPS, 8), toy_step)
     return replace(stage, **changed)
 
 
@@ -390,36 +390,6 @@ def test_a_stage_reports_every_step_and_one_with_a_weight_that_is_no_number_ends
         with pytest.raises(DivergedError) as caught:
             run_stage(stage, one.ctx)
         assert str(caught.value).startswith(tuple(f"{loss}: mean loss nan" for loss in stage.losses)), one.stage.name
-
-
-# Precision.
-
-
-def autocast_in(stage: Stage, ctx: RoundContext) -> Mapping[str, set[bool]]:
-    """Whether the networks of a stage run in bfloat16, by name; those that never run are left out."""
-    found: dict[str, set[bool]] = {}
-    with ExitStack() as stack:
-        for name, network in stage.networks.items():
-
-            def note(module: nn.Module, shown: object, name: str = name) -> None:
-                found.setdefault(name, set()).add(torch.is_autocast_enabled("cpu"))
-
-            stack.callback(network.register_forward_pre_hook(note).remove)
-        run_stage(stage, ctx)
-    return found
-
-
-@every_case
-def test_all_networks_run_in_bfloat16_but_the_exact_ones_and_weights_stay_in_float32(case: str) -> None:
-    for make, ctx, what in [(toy, CTX, "toy"), *((one.again, one.ctx, one.stage.name) for one in stages_of(case))]:
-        stage = make()
-        dtypes = {name: one.dtype for name, one in outcome(make(), ctx)[1].items()}
-        found = autocast_in(stage, replace(ctx, machine=replace(ctx.machine, precision="bf16")))
-        assert found == {name: {name not in stage.exact} for name in found}, what
-        assert found.keys() >= {name for one in stage.trained.values() for name in one.networks}, what
-        states = {f"{name}/{key}": one for name, net in stage.networks.items() for key, one in net.state_dict().items()}
-        assert {name: one.dtype for name, one in states.items()} == dtypes, what
-        assert all(not any(found) for found in autocast_in(make(), ctx).values()), what
 
 
 # Shapes and devices: a step on torch's device "meta", which has no numbers, as near to a GPU as a machine without one comes.
