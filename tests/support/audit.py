@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from audit.attacks.attack import Attack, Effort, get_attack
 from audit.evidence import Case, Colluder, Truth, View, joined
-from audit.evidence.case import Knowledge
+from audit.evidence.case import Earlier, Knowledge
 from audit.measures import Control, Curve, Figure, Interval, Outcome, Pictures, png
 from audit.report import Finding, GateResult, Subject, findings_of
 from experiments.settings import root_secret
@@ -22,7 +23,7 @@ from fedcg.learning.mechanisms.protected_round import neutral_parts
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import Schedule, simulated_rounds
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, codecs_for, pack, unpack
 from fedcg.wire.messages.schemas import COORDINATOR
@@ -59,8 +60,14 @@ def simulated_case(
     before, after = rounds[-2:]
     method, data = get_method(spec.method), party.datasets[client]
     ctx = RoundContext(spec, run.rounds, 1, Streams(root_secret(run.seed, "audit")), privacy=party.privacy)
-    neutral = {name: neutral_parts(one.parts, party.datasets[name].train, ctx) for name, one in after.states.items()}
-    sent = {name: _some(parts, method.payload.up) for name, parts in neutral.items()}
+
+    def sent_in(one: Simulation) -> dict[str, dict[Part, Weights]]:
+        neutral = {
+            name: neutral_parts(some.parts, party.datasets[name].train, ctx) for name, some in one.states.items()
+        }
+        return {name: _some(parts, method.payload.up) for name, parts in neutral.items()}
+
+    sent = sent_in(after)
     assert party.common is not None
     view = View(
         spec,
@@ -72,6 +79,7 @@ def simulated_case(
         Report(examples=len(data.train)),
         party.common.rows(torch.arange(min(auxiliary, len(party.common)))),
         colluder=Colluder.of(spec, party.roots.cohort, {}) if helped else None,
+        history=tuple(Earlier(one.aggregate, sent_in(then)) for one, then in pairwise(rounds[:-1])),
     )
     start, end = (_some(one.states[client].parts, method.payload.private) for one in (before, after))
     truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras, run.privacy)

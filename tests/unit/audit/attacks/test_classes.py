@@ -15,6 +15,7 @@ from audit.evidence.networks import of_simulated_client, trained_alone
 from audit.measures import Figure, Outcome, unit_pixels
 from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
+from audit.techniques.simulated_clients import ROUNDS, THIS_ROUND, simulated_clients
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
 from fedcg.wire.parts import Part
@@ -224,7 +225,8 @@ def test_the_conditional_logit_finds_the_weights_that_made_the_shares() -> None:
 def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str) -> None:
     outcome = carried_out("labels", skewed(method))
     shares = figure(outcome, "label_l1", HEADLINE)
-    assert shares is outcome.figures[0]
+    assert (outcome.figures[0].setting, outcome.figures[1]) == (f"whole update, {THIS_ROUND}", shares)
+    assert outcome.figures[0].gain.low > 0.1
     assert shares.knowledge == (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
     assert shares.gain.low > 0.1
     assert present(shares.p) < 0.01
@@ -238,6 +240,25 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     assert [one.passed for one in outcome.controls] == [True, True]
     assert sum(share for _, share in outcome.curves[0].lines["true"]) == pytest.approx(1)
     assert ("generator" in " ".join(one.setting for one in outcome.figures)) == (method == "fedcg")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["none", "logits"])
+def test_simulated_clients_read_the_shares_and_the_mechanism_through_several_rounds(balance: str) -> None:
+    """Seeds 31 to 33 of two federations with Dirichlet labels; written down before they ran."""
+    gains = []
+    for seed in (31, 32, 33):
+        case = simulated_case(balance=balance, partition="dirichlet:0.5", images_per_client=150, rounds=4, seed=seed)
+        clients = present(simulated_clients(case.view, None, case.streams, 16, 100_000, lambda: None))
+        assert clients.privacy.balance == balance
+        found, true = clients.inferred(), torch.tensor(case.truth.train.label_counts()) / len(case.truth.train)
+        assert list(found) == [ROUNDS.format(3), THIS_ROUND]
+        gains.append(float((true - 1 / len(true)).abs().sum() - (found[ROUNDS.format(3)][0] - true).abs().sum()))
+        stranger = replace(case.view, auxiliary=None)
+        assert simulated_clients(stranger, None, case.streams, 16, 100_000, lambda: None) is None
+        assert simulated_clients(case.view, None, case.streams, 16, 100, lambda: None) is None
+    assert min(gains) > 0, gains
+    assert np.mean(gains) > 0.2, gains
 
 
 def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
