@@ -50,7 +50,7 @@ def test_a_recording_gives_the_update_as_the_server_decodes_it(recorded: tuple[P
     [
         (None, None, "client-1, client-2, client-3: name one with --client"),
         ("client-9", None, "no update of client-9"),
-        ("client-1", 7, "of client-1 in rounds \\[2\\]"),
+        ("client-1", 7, "no update of client-1 in round 7; it has rounds 2"),
     ],
 )
 def test_what_is_not_there_is_named(
@@ -172,6 +172,12 @@ def test_an_agents_store_gives_the_round_before_and_after_and_no_other_devices(t
     assert read_truth(view, data, tmp_path / "store").before is not None
     with pytest.raises(TruthError, match="store of another device: the update of round 2 in it is not cdcd"):
         read_truth(replace(view, artifact="cd" * 32), data, tmp_path / "store")
+    snapshot = tmp_path / "store" / "generations" / "2" / "snapshot.json"
+    snapshot.write_text(json.dumps([{"sha256": "00", "split": "train"}]))
+    with pytest.raises(
+        TruthError, match=r"of its 86 training images are not those of round 2, which .*snapshot\.json lists"
+    ):
+        read_truth(view, data, tmp_path / "store")
     (tmp_path / "store" / "generations" / "2" / "state.json").write_text("[]")
     with pytest.raises(DecodeError, match="not a generation of an agent's store"):
         read_truth(view, data, tmp_path / "store")
