@@ -22,7 +22,7 @@ from audit.evidence import Case, Knowledge, View, networks
 from audit.measures import Chance, Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
-from audit.techniques.simulated_clients import SimulatedClients, followed, knowledge, simulated_clients
+from audit.techniques.simulated_clients import Plan, SimulatedClients, followed, knowledge, simulated_clients
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks import build_part, load_part
@@ -325,10 +325,11 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     case, effort, streams = trial.case, trial.effort, trial.streams
     private = case.truth.before is not None
     sizes = [size for size in _BATCHES if size <= len(case.truth.train)] if private else []
-    count, steps = effort.of(12, 32, 96), effort.of(5000, 30_000, 300_000)
-    tick = trial.steps(4 * effort.of(4, 8, 24) + len(sizes) + 1 + count)
+    plan = Plan.of(case.view, case.truth.privacy, effort.of(12, 32, 96), effort.of(5000, 30_000, 300_000))
+    inferences, runs = (4, 0) if plan is None else (2, plan.runs)
+    tick = trial.steps(inferences * _shadow_work(effort)[0] + len(sizes) + 1 + runs)
     trivial = trivial_guesses(case.view, streams)
-    clients = simulated_clients(case.view, case.truth.privacy, streams.at("simulated"), count, steps, tick)
+    clients = simulated_clients(case.view, plan, streams.at("simulated"), tick)
     guesses = {} if clients is None else dict(clients.inferred())
     leading = next(iter(guesses), HEADLINE)
     guesses |= inferred(case.view, streams, *_shadow_work(effort), tick)

@@ -4,6 +4,8 @@ Each follows the recorded aggregates, so nothing has to be aggregated. What the 
 in each round is set against the share of the class (shadow training after Shokri et al. 2017). Does not use the truth.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -82,42 +84,71 @@ class SimulatedClients(Value):
         return torch.stack(readings).clamp(min=_LEAST_SHARE).log().mean(0).softmax(-1)
 
 
+class Plan(Value):
+    """The clients to simulate.
+
+    Attributes:
+        rounds: the audited round and those before it that they train through, in order.
+        mechanisms: those that they may use; two clients of each are simulated, and those remain whose last update is more similar in size
+            to the audited one.
+        count: number of clients that remain.
+        examples: images of each.
+    """
+
+    rounds: tuple[Earlier, ...]
+    mechanisms: tuple[PrivacySettings, ...]
+    count: int
+    examples: int
+
+    @staticmethod
+    def of(view: View, privacy: PrivacySettings | None, count: int, steps: int) -> Plan | None:
+        """Plan at most `count` clients with at most `steps` local steps together; None without auxiliary images, or if that allows fewer than 6.
+
+        Without mechanisms of the device (`privacy`), clients train without any and with `balance = logits`.
+        """
+        examples = min(view.report.examples or _MOST_EXAMPLES, _MOST_EXAMPLES)
+        params = view.method.params_type.model_validate(plain_params(view.spec.params))
+        of_round = max(1, steps_of(params, examples))
+        rounds = (*view.history, Earlier(view.before, {view.client: view.update, **view.others}))
+        rounds = rounds[-max(1, steps // (of_round * _FEWEST)) :]
+        count = min(count, steps // (of_round * len(rounds)))
+        given = privacy is not None and privacy.is_on
+        mechanisms = (privacy,) if privacy is not None and given else (OFF, PrivacySettings(balance="logits"))
+        return None if count < _FEWEST or view.auxiliary is None else Plan(rounds, mechanisms, count, examples)
+
+    @property
+    def runs(self) -> int:
+        """The number of clients that are simulated."""
+        return self.count + _PILOTS * (len(self.mechanisms) - 1)
+
+
 def simulated_clients(
-    view: View, privacy: PrivacySettings | None, streams: Streams, count: int, steps: int, tick: Callable[[], None]
+    view: View, plan: Plan | None, streams: Streams, tick: Callable[[], None]
 ) -> SimulatedClients | None:
-    """Simulate clients through the recorded rounds; None if there are no auxiliary images, or the steps allow fewer than 6 clients.
+    """Simulate clients through the recorded rounds; None without a plan, or if none can train.
 
     Args:
         view: of the audited update.
-        privacy: the device's mechanisms; without any, clients train without and with `balance = logits`, and those remain whose last
-            update is more similar in size to the audited one.
+        plan: the clients.
         streams: for shares, images and training.
-        count: most clients.
-        steps: most local steps of all clients together.
         tick: called after each client.
     """
-    if view.auxiliary is None:
+    if plan is None:
         return None
-    examples = min(view.report.examples or _MOST_EXAMPLES, _MOST_EXAMPLES)
-    of_round = max(1, steps_of(view.method.params_type.model_validate(plain_params(view.spec.params)), examples))
-    rounds = (*view.history, Earlier(view.before, {view.client: view.update, **view.others}))
-    rounds = rounds[-max(1, steps // (of_round * _FEWEST)) :]
-    count = min(count, steps // (of_round * len(rounds)))
-    if count < _FEWEST:
-        return None
-    seen = _moved(view, rounds, [one.updates[view.client] for one in rounds], streams)
-    found: dict[PrivacySettings, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    given = privacy is not None and privacy.is_on
-    for settings in (privacy,) if privacy is not None and given else (OFF, PrivacySettings(balance="logits")):
-        for number in range(count if given else _PILOTS):
-            _add(found.setdefault(settings, []), view, rounds, settings, streams, number, examples)
+    rounds, found = plan.rounds, dict[PrivacySettings, list[tuple[torch.Tensor, torch.Tensor]]]()
+
+    def simulate(settings: PrivacySettings, first: int, last: int) -> None:
+        for number in range(first, last):
+            _add(found.setdefault(settings, []), view, rounds, settings, streams, number, plan.examples)
             tick()
+
+    for settings in plan.mechanisms:
+        simulate(settings, 0, _PILOTS)
+    seen = _moved(view, rounds, [one.updates[view.client] for one in rounds], streams)
     chosen = min((one for one in found if found[one]), key=lambda one: _unlike(seen, found[one]), default=None)
     if chosen is None:
         return None
-    for number in range(len(found[chosen]), count):
-        _add(found[chosen], view, rounds, chosen, streams, number, examples)
-        tick()
+    simulate(chosen, _PILOTS, plan.count)
     moved, shares = (torch.stack(some) for some in zip(*found[chosen], strict=True))
     return SimulatedClients(view, rounds, chosen, streams, moved, shares)
 

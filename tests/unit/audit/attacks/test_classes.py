@@ -15,7 +15,7 @@ from audit.evidence.networks import of_simulated_client, trained_alone
 from audit.measures import Figure, Outcome, unit_pixels
 from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
-from audit.techniques.simulated_clients import ROUNDS, THIS_ROUND, simulated_clients
+from audit.techniques.simulated_clients import ROUNDS, THIS_ROUND, Plan, simulated_clients
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
 from fedcg.wire.parts import Part
@@ -249,14 +249,16 @@ def test_simulated_clients_read_the_shares_and_the_mechanism_through_several_rou
     gains = []
     for seed in (31, 32, 33):
         case = simulated_case(balance=balance, partition="dirichlet:0.5", images_per_client=150, rounds=4, seed=seed)
-        clients = present(simulated_clients(case.view, None, case.streams, 16, 100_000, lambda: None))
+        clients = present(
+            simulated_clients(case.view, Plan.of(case.view, None, 16, 100_000), case.streams, lambda: None)
+        )
         assert clients.privacy.balance == balance
         found, true = clients.inferred(), torch.tensor(case.truth.train.label_counts()) / len(case.truth.train)
         assert list(found) == [ROUNDS.format(3), THIS_ROUND]
         gains.append(float((true - 1 / len(true)).abs().sum() - (found[ROUNDS.format(3)][0] - true).abs().sum()))
-        stranger = replace(case.view, auxiliary=None)
-        assert simulated_clients(stranger, None, case.streams, 16, 100_000, lambda: None) is None
-        assert simulated_clients(case.view, None, case.streams, 16, 100, lambda: None) is None
+        assert Plan.of(replace(case.view, auxiliary=None), None, 16, 100_000) is None
+        assert Plan.of(case.view, None, 16, 100) is None
+        assert len(present(Plan.of(case.view, None, 16, 250)).rounds) == 2  # of 6 clients, 18 steps a round
     assert min(gains) > 0, gains
     assert np.mean(gains) > 0.2, gains
 
