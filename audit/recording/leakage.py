@@ -13,6 +13,7 @@ not matter):
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -285,11 +286,10 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
 
 
 def changes(private: Sequence[PrivateTensor]) -> list[PrivateTensor]:
-    """Return the differences of private weights that follow each other, also in one file (`before/`, `after/`), later minus earlier."""
+    """Return the differences of private weights from file to file, and of `before/` and `after/` in one file, later minus earlier."""
     by_name: dict[str, list[PrivateTensor]] = {}
     for one in private:
-        part = next(part for part in PRIVATE_PARTS if part in one.name)
-        by_name.setdefault(one.name[one.name.index(part) :], []).append(one)
+        by_name.setdefault(re.sub("^(before|after)/", "", one.name), []).append(one)
     return [
         PrivateTensor(f"{new.owner} minus {old.owner}", f"{new.name} minus {old.name}", new.value - old.value)
         for same in by_name.values()

@@ -178,9 +178,9 @@ def _add(
     assert view.auxiliary is not None
     own = streams.at(number)
     drawn, labels = np.random.default_rng(own.seed("shares")), view.auxiliary.labels.numpy()
-    there = np.bincount(labels, minlength=view.spec.class_count) > 0
-    shares = np.where(there, drawn.dirichlet([drawn.choice(_CONCENTRATIONS)] * len(there)) + _LEAST_SHARE, 0)
-    chances = (shares / np.bincount(labels).clip(1)[: len(shares)])[labels]
+    counts = np.bincount(labels, minlength=view.spec.class_count)
+    shares = drawn.dirichlet([drawn.choice(_CONCENTRATIONS)] * len(counts)) + _LEAST_SHARE
+    chances = (shares / counts.clip(1))[labels]
     images = view.auxiliary.rows(drawn.choice(len(labels), examples, p=chances / chances.sum()).tolist())
     try:
         sent = followed(view, rounds, images, privacy, own)

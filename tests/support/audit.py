@@ -52,7 +52,7 @@ def simulated_case(
         setting: of the run (`RunSetting`); default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
     """
     small = {"clients": 3, "rounds": 2, "images_per_client": 100, "local_epochs": 2, "quick": True, "partition": "iid"}
-    run = RunSetting.model_validate({**small, **setting, "privacy": {"balance": balance}})
+    run = RunSetting.model_validate({**small, "privacy": {"balance": balance}, **setting})
     party = simulated_party(run, run.source())
     spec = party.spec
     rounds = list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds)))

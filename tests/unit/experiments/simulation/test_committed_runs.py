@@ -48,7 +48,8 @@ def record_of(name: str) -> dict[str, Any]:
 
 
 def setting_in(record: dict[str, Any]) -> RunSetting:
-    setting = RunSetting.model_validate(record["setting"])
+    known = {name: value for name, value in record["setting"].items() if (name, value) != ("precision", "f32")}
+    setting = RunSetting.model_validate(known)
     gone = GONE.get(setting.method, {})
     return setting.model_copy(update={"params": {name: setting.params[name] for name in setting.params.keys() - gone}})
 
