@@ -365,7 +365,7 @@ def test_a_control_whose_client_diverges_proves_nothing_and_ends_no_attack(monke
     def diverge(*_: object) -> None:
         raise DivergedError("the generator: mean loss 10005")
 
-    monkeypatch.setattr("audit.evidence.networks.of_simulated_client", diverge)
+    monkeypatch.setattr("audit.attacks.label_distribution.followed", diverge)
     outcome = carried_out("labels", skewed("fedcg"))
     assert outcome.figures
     assert not outcome.is_proven("label_l1")
