@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from audit.attacks.attack import Attack, Effort, chosen_attacks, get_attack
 from audit.choices import parse_gate
-from audit.errors import CaptureError
+from audit.errors import CaptureError, TruthError
 from audit.evidence import Case, RecordedUpdates, own_view, read_secret, read_truth, read_updates, with_images
 from audit.measures import Outcome
 from audit.report import Finding, GateResult, findings_of, judge, subject_of, write_report
@@ -243,7 +243,11 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
 
 
 def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
-    """Return the case that the options name."""
+    """Return the case that the options name.
+
+    Raises:
+        TruthError: more than a tenth of the auxiliary images are the device's own, or the truth does not fit.
+    """
     spec = recorded.spec
     auxiliary = None
     if options.auxiliary is not None:
@@ -251,6 +255,13 @@ def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     secret = None if options.cohort is None else read_secret(options.cohort)
     view = own_view(recorded.view(options.client, options.round, auxiliary, secret), options.private, options.data)
     truth = read_truth(view, options.data, options.private, options.held_out)
+    if auxiliary is not None:
+        own = {one.numpy().tobytes() for known in (truth.train, truth.held_out) for one in known.images}
+        if (same := sum(one.numpy().tobytes() in own for one in auxiliary.images)) > len(auxiliary) / 10:
+            raise TruthError(
+                f"{options.auxiliary}: {same} of its {len(auxiliary)} images are the device's own, which no attacker has: "
+                "give other labelled images of the same kind as --auxiliary"
+            )
     view, privacy = replace(view, spec=with_images(view.spec)), parse_mechanisms(options.mechanism)
     is_private = options.private is not None and (options.private / "privacy.json").exists()
     truth = replace(truth, privacy=None if is_private and privacy.dp_sgd is None else privacy)

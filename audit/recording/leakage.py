@@ -336,7 +336,9 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
         listed = {str(entry["id"]) for entry in json.loads((observed / WIRE_FILE).read_text())["artifacts"]}
         blobs = {path.name: path.read_bytes() for path in sorted((observed / ARTIFACTS).glob("*")) if path.is_file()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CaptureError(f"{observed} is not an observer's folder: {error}") from error
+        raise CaptureError(
+            f"{observed} is not an observer's folder: {error}; give the folder of `fedcg audit observe`"
+        ) from error
     if missing := sorted(listed - blobs.keys()):
         raise CaptureError(
             f"{observed} lacks artifact {missing[0]}, which its {WIRE_FILE} lists: copy the whole folder"

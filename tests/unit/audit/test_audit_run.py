@@ -14,6 +14,7 @@ from audit.choices import ATTACKS, parse_gate
 from audit.measures import Outcome
 from audit.report import judge
 from audit.run import AuditFolder, AuditOptions, carry_out, identity_of
+from fedcg.errors import BAD_INPUT
 from tests.support.audit import attack, audit_command, simulated_case, write_case
 from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.present import present
@@ -78,6 +79,13 @@ def test_bad_input_is_named_before_any_attack(place: Path, tmp_path: Path, more:
     assert done.exit_code != 0
     assert said in done.stderr
     assert not (tmp_path / "out" / "attacks").exists()
+
+
+def test_the_device_s_own_images_are_not_an_attacker_s(place: Path, tmp_path: Path) -> None:
+    command = audit_command(place, tmp_path / "out")
+    done = run_fedcg(*command, "--auxiliary", command[command.index("--data") + 1])
+    assert done.exit_code == BAD_INPUT
+    assert "images are the device's own" in done.stderr
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from fedcg.wire.messages import schemas
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import MakeWorld, connected, make_config
+from tests.support.edge.world import MakeWorld, World, connected, make_config
 from tests.support.present import present
 from tests.support.raising import raising
 from tests.support.waiting import wait_until
@@ -30,16 +30,22 @@ ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 
 
-def test_a_device_that_its_application_needs_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
-    make_world: MakeWorld,
-) -> None:
-    world = make_world(is_automatic=False)
+def decline_a_round(world: World) -> Path:
+    """Open a round for a device that its application needs; return the file that says so."""
     stop = world.root / "stop"
     stop.parent.mkdir(parents=True, exist_ok=True)
     stop.touch()
     world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(stop_file=stop)})
     world.connect()
     world.open_round()
+    return stop
+
+
+def test_a_device_that_its_application_needs_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(is_automatic=False)
+    stop = decline_a_round(world)
     assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.RESERVED
     assert world.trainer.rounds() == []
     stop.unlink()
@@ -51,12 +57,7 @@ def test_a_device_that_its_application_needs_declines_with_that_reason_and_takes
 
 def test_without_the_report_field_health_the_reason_stays_on_the_box(make_world: MakeWorld) -> None:
     world = make_world(policy=PolicySection(allow_report=frozenset({ReportField.EXAMPLES, ReportField.ACCURACY})))
-    stop = world.root / "stop"
-    stop.parent.mkdir(parents=True, exist_ok=True)
-    stop.touch()
-    world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(stop_file=stop)})
-    world.connect()
-    world.open_round()
+    stop = decline_a_round(world)
     assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.NOT_ELIGIBLE
     world.coordinator.work_until(lambda: bool(world.events("declined")), "the decline is written down")
     assert world.events("declined")[0]["detail"] == f"{stop} exists"
