@@ -199,7 +199,7 @@ def test_the_page_loads_nothing() -> None:
         ("verdict", "attack epsilon (the attacker needs labelled images of the same kind: give --auxiliary)"),
         ("verdict", "3 frames dropped because the observer was too slow"),
         ("verdict", "inconclusive: the positive control failed"),
-        ("verdict", "False alarms: not measured"),
+        ("verdict", "False alarms: 0 of 50 audits without a leak"),
         ("verdict", "Smallest leak found in 80 % of plants: not measured for 332 images"),
         ("verdict", '<td class="n">below 0.1 %</td>'),
         ("verdict", "the attacks took 42 s"),
