@@ -309,7 +309,8 @@ def test_an_offer_played_again_after_the_end_does_not_open_the_round_again(make:
     federation.assert_completed()
     assert ended
     box = federation.boxes["a"]
-    assert [(event["what"], event["reason"]) for event in box.events("refused")] == [(TOPICS.offer, "replayed")]
+    refused = [event["reason"] for event in box.events("refused") if event["what"] == TOPICS.offer]
+    assert refused == ["replayed"]  # a slow start adds refusals on the device's own topic: its hello is answered twice
     assert len(box.events("finished")) == 1
 
 
