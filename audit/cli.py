@@ -69,9 +69,9 @@ def compare(
 ) -> Result:
     """Compare every recorded tensor with every private tensor: as values, as a delta, row by row and as raw bytes.
 
-    The parts extractor and discriminator of the files count as private, and their change from each file to the next.
+    The files' extractor, discriminator and what the method keeps private count, and their change from file to file.
     Rows and columns are found at any position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
-    bits. Exit code 1 if something leaked or an artifact can't be decoded. The output states what this check does not see.
+    bits. Exit code 1 if something leaked, was missed by the observer or can't be decoded. The output states what this check does not see.
 
     Example: fedcg audit compare --observed record --private /var/lib/fedcg/agent --data /data/images
     """

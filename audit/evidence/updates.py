@@ -14,7 +14,7 @@ from typing import cast
 
 from audit.errors import CaptureError, DecodeError
 from audit.evidence.case import Colluder, Earlier, View
-from audit.recording.observer import ARTIFACTS, WIRE_FILE
+from audit.recording.observer import ARTIFACTS, WIRE_FILE, gaps
 from fedcg.errors import NOT_FOUND
 from fedcg.files import file_sha256
 from fedcg.learning.aggregation.sealed_means import range_of
@@ -36,13 +36,6 @@ from fedcg.wire.sums import opened_means
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HISTORY = 4  # rounds before the audited one
-_GAPS = {
-    "incomplete": "incomplete transfers",
-    "bases_not_seen": "base aggregates of updates that were not recorded",
-    "undecoded": "artifacts that could not be decoded",
-    "lost_frames": "frames dropped because the observer was too slow",
-    "damaged_frames": "damaged frames",
-}
 
 
 class RecordedUpdates(Value):
@@ -232,7 +225,7 @@ def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates
             f"{folder} holds updates of federation {', '.join(strange)}, but the spec of {spec.federation}"
         )
     mine = {id_: one for id_, one in headers.items() if one.federation == spec.federation}
-    return RecordedUpdates(place, spec, mine, _gaps(folder / WIRE_FILE))
+    return RecordedUpdates(place, spec, mine, gaps(folder / WIRE_FILE))
 
 
 def _chosen(specs: Mapping[str, FederationSpec], federation: str | None, folder: Path) -> FederationSpec:
@@ -247,17 +240,3 @@ def _chosen(specs: Mapping[str, FederationSpec], federation: str | None, folder:
         )
     wanted = f"no federation {federation}" if federation else f"{len(names)} federations: name one with --federation"
     raise CaptureError(f"{folder} holds {wanted}; it holds {', '.join(names)}")
-
-
-def _gaps(path: Path) -> tuple[str, ...]:
-    """Return the gaps that an observer's record states; empty without a record."""
-    try:
-        record = json.loads(path.read_text())
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError) as error:
-        raise CaptureError(f"{path} can't be read: {error}") from error
-    found = {name: record.get(name) for name in _GAPS}
-    return tuple(
-        f"{len(value) if isinstance(value, list) else value} {_GAPS[name]}" for name, value in found.items() if value
-    )

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcg.learning.errors import LearningError
+from fedcg.learning.spec import FederationSpec
 from fedcg.values import Value
 from fedcg.wire.artifacts.inspection import Inspection, inspect
 from fedcg.wire.errors import OrderError, WireError
@@ -143,12 +145,20 @@ def worst_bits(seen: Inspection) -> dict[str, float]:
     }
 
 
+def is_spec(data: bytes) -> bool:
+    """Return whether bytes are a federation's spec, with nothing else in them."""
+    try:
+        return bool(FederationSpec.parse(data))
+    except (LearningError, ValueError, RecursionError):
+        return False
+
+
 def describe(artifact: str, data: bytes) -> SeenArtifact:
     """Decode the bytes of an artifact; accepts any bytes."""
     try:
         seen = inspect(data)
     except WireError as error:
-        if data[:1] == b"{":
+        if is_spec(data):
             return SeenArtifact(artifact, "spec", "coordinator", 0, 0, len(data))
         return SeenArtifact(artifact, "unknown", "unknown", 0, 0, len(data), problem=str(error))
     header = seen.header
@@ -229,7 +239,7 @@ class Capture:
         return self.finished_with in self.artifacts and not self._open()
 
     def _open(self) -> list[str]:
-        return sorted(name for name, incoming in self._incoming.items() if incoming.chunks)
+        return sorted(name for name, incoming in self._incoming.items() if incoming.chunks or incoming.given_up)
 
     def _bases_not_seen(self) -> list[str]:
         """Return aggregates that were not recorded although updates are encoded as differences from them; such updates can't be read as values."""
@@ -323,7 +333,7 @@ class Capture:
             return {}
         try:
             fields = json.loads(payload[OVERHEAD_BYTES:])
-        except ValueError:
+        except (ValueError, RecursionError):  # of deeply nested lists
             return {}
         return fields if isinstance(fields, dict) else {}
 

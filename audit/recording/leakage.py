@@ -29,9 +29,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from audit.errors import CaptureError, DecodeError
-from audit.recording.capture import SealedBits, worst_bits
+from audit.recording.capture import SealedBits, is_spec, worst_bits
 from audit.recording.copied_rows import copied_rows, searchable
-from audit.recording.observer import ARTIFACTS, WIRE_FILE
+from audit.recording.observer import ARTIFACTS, WIRE_FILE, gaps
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec
 from fedcg.values import Value
 from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
@@ -185,6 +187,7 @@ def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
+"""Private in every method; `check_recording` adds those of the recorded federation's method."""
 UNSEEN = (
     "This check does not see numbers that were transformed one by one, non-linearly or by a ramp, left out, mixed, spread over many "
     "tensors or reordered within a row, rows of fewer than 24 numbers, pieces of fewer than 95, features of other layers, text in "
@@ -197,6 +200,7 @@ class Check(Value):
 
     Attributes:
         undecoded: artifacts that were only searched as raw bytes, so that nothing is known of them.
+        gaps: what the observer missed, so that nothing is known of it.
         too_short: private tensors with too few or too equal numbers to be found, but as raw bytes.
         sealed: whether the numbers of sealed sums reveal anything.
         without_base: tensors that are differences from an aggregate that was not recorded, by aggregate; they were
@@ -209,19 +213,21 @@ class Check(Value):
     private_tensors: int
     too_short: int
     matches: tuple[Match, ...]
+    gaps: tuple[str, ...] = ()
     without_base: Mapping[str, int] = field(default_factory=dict)
     sealed: SealedBits = field(default_factory=lambda: SealedBits.of(()))
 
     @property
     def is_clean(self) -> bool:
-        """Whether every artifact was compared and nothing leaked."""
-        return not self.matches and not self.undecoded and self.sealed.is_fair
+        """Whether everything that was sent was compared and nothing leaked."""
+        return not (self.matches or self.undecoded or self.gaps) and self.sealed.is_fair
 
     def record(self) -> dict[str, object]:
         """Return the check as JSON values."""
         return {
             "artifacts": self.artifacts,
             "undecoded": self.undecoded,
+            "gaps": self.gaps,
             "wire_tensors": self.wire_tensors,
             "private_tensors": self.private_tensors,
             "too_short": self.too_short,
@@ -237,6 +243,7 @@ class Check(Value):
             for base, count in sorted(self.without_base.items())
         )
         missed += f"\n{self.undecoded} artifacts can't be decoded: nothing is known of them" * bool(self.undecoded)
+        missed += "".join(f"\nthe recording has gaps, of which nothing is known: {one}" for one in self.gaps)
         sealed = f"\n{self.sealed}" if self.sealed.tensors else ""
         places = Counter((match.artifact, match.tensor) for match in self.matches)
         strongest = {
@@ -263,8 +270,8 @@ def state_files(places: Iterable[Path]) -> list[Path]:
     ]
 
 
-def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
-    """Read the tensors of private parts in safetensors files or agents' stores; keys may have prefixes (`private/extractor/conv.weight`).
+def private_tensors(files: Iterable[Path], parts: frozenset[str] = PRIVATE_PARTS) -> list[PrivateTensor]:
+    """Read the tensors of private `parts` in safetensors files or agents' stores; keys may have prefixes (`private/extractor/conv.weight`).
 
     Raises:
         DecodeError: a file can't be read, or holds no private part (an empty check would prove nothing).
@@ -275,12 +282,12 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
             found = [
                 PrivateTensor(str(path), key, value)
                 for key, value in load_file(path).items()
-                if PRIVATE_PARTS & set(key.replace(".", "/").split("/"))
+                if parts & set(key.replace(".", "/").split("/"))
             ]
         except (OSError, SafetensorError, TypeError) as error:  # numpy has no bfloat16
             raise DecodeError(f"{path} can't be read as safetensors: {error}") from error
         if not found:
-            raise DecodeError(f"{path} holds no tensor of a private part ({', '.join(sorted(PRIVATE_PARTS))})")
+            raise DecodeError(f"{path} holds no tensor of a private part ({', '.join(sorted(parts))})")
         tensors.extend(found)
     return tensors
 
@@ -339,25 +346,40 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
         raise CaptureError(
             f"{observed} is not an observer's folder: {error}; give the folder of `fedcg audit observe`"
         ) from error
+    if not blobs:
+        raise CaptureError(
+            f"{observed} holds no artifact: start `fedcg audit observe` before the federation sends anything"
+        )
     if missing := sorted(listed - blobs.keys()):
         raise CaptureError(
             f"{observed} lacks artifact {missing[0]}, which its {WIRE_FILE} lists: copy the whole folder"
         )
     if damaged := [name for name, data in blobs.items() if sha256(data).hexdigest() != name]:
         raise DecodeError(f"{observed / ARTIFACTS / damaged[0]} is damaged: its sha256 is not its name")
-    weights = private_tensors(private)
+    specs = [FederationSpec.parse(data) for data in blobs.values() if is_spec(data)]
+    hidden = {part.value for spec in specs for part in {*get_method(spec.method).payload.private, *spec.sealed}}
+    weights = private_tensors(private, PRIVATE_PARTS | hidden)
     weights += changes(weights)
     inspections: dict[str, Inspection] = {}
     for artifact, data in blobs.items():
         with suppress(WireError):  # a spec, and bytes that can't be decoded, are still searched as raw bytes
             inspections[artifact] = inspect(data)
-    undecoded = sum(name not in inspections and not data.startswith(b"{") for name, data in blobs.items())
+    undecoded = sum(name not in inspections and not is_spec(data) for name, data in blobs.items())
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     secrets = [*weights, *more]
     matches = compare(seen, secrets) + find_bytes(payloads, secrets)
     sealed = SealedBits.of([worst for one in inspections.values() for worst in worst_bits(one).values()])
     short = len(secrets) - searchable([one.value for one in secrets])
+    missed = tuple(one for one in gaps(observed / WIRE_FILE) if not one.endswith(("decoded", "were not recorded")))
     return Check(
-        len(blobs), undecoded, len(seen), len(secrets), short, tuple(matches), _without_base(inspections), sealed
+        len(blobs),
+        undecoded,
+        len(seen),
+        len(secrets),
+        short,
+        tuple(matches),
+        missed,
+        _without_base(inspections),
+        sealed,
     )

@@ -26,6 +26,31 @@ QUIET_S = 1.0  # wait after the announced end: late chunks and receipts still co
 MAX_QUEUED = 100_000
 _FRAME = struct.Struct(">II")
 """Precedes each frame of `frames.bin`: lengths in bytes of its topic and its payload, which follow."""
+_GAPS = {
+    "incomplete": "incomplete transfers",
+    "bases_not_seen": "base aggregates of updates that were not recorded",
+    "undecoded": "artifacts that could not be decoded",
+    "lost_frames": "frames dropped because the observer was too slow",
+    "damaged_frames": "damaged frames",
+}
+
+
+def gaps(path: Path) -> tuple[str, ...]:
+    """Return the gaps that an observer's record states; empty without a record.
+
+    Raises:
+        CaptureError: the record can't be read.
+    """
+    try:
+        record = json.loads(path.read_text())
+        found = {name: record.get(name) for name in _GAPS}
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, AttributeError) as error:
+        raise CaptureError(f"{path} can't be read: {error}") from error
+    return tuple(
+        f"{len(value) if isinstance(value, list) else value} {_GAPS[name]}" for name, value in found.items() if value
+    )
 
 
 class Observer:

@@ -28,6 +28,7 @@ from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report, TensorLayout, UpdateCodec
 from fedcg.wire.sealed_numbers import to_numbers
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
+from tests.support.learning.export_models import make_spec
 from tests.support.stack import wait_for
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
@@ -97,14 +98,22 @@ def test_a_missing_chunk_is_reported_and_keeps_the_recording_from_being_finished
     assert not capture.is_finished
 
 
+def test_an_artifact_that_is_too_large_to_hold_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("audit.recording.capture.MAX_HELD_BYTES", 300)
+    capture, data = Capture("digits"), update()
+    feed(capture, frames(data))
+    assert capture.record()["incomplete"] == [artifact_id(data)]
+
+
 def test_damaged_and_foreign_frames_are_counted_and_harmless() -> None:
     capture = Capture("digits")
     feed(capture, [b"not a chunk"])
     capture.feed(TOPICS.offer, b"not an envelope")
     capture.feed(TOPICS.offer, b"")
+    capture.feed(TOPICS.offer, b"FCG1" + bytes(64) + b"[" * 100_000)
     capture.feed("elsewhere/topic", b"x")
     record = capture.record()
-    assert (record["damaged_frames"], record["foreign_frames"]) == (2, 1)
+    assert (record["damaged_frames"], record["foreign_frames"]) == (3, 1)
 
 
 def test_message_fields_are_listed_even_when_the_protocol_does_not_know_them() -> None:
@@ -166,7 +175,7 @@ def record(wire: Recording, out: Path, *sent: bytes) -> dict[str, Any]:
     assert ready.wait(10)
     for data in sent:
         send_update(wire, data)
-    spec = b'{"format":1}'
+    spec = make_spec().canonical()
     final = pack(AGGREGATE, {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
     for frame in frames(spec) + frames(final):
         wire.coordinator.publish(TOPICS.aggregate, frame)
@@ -269,13 +278,28 @@ def test_every_artifact_of_a_recording_is_compared_or_named(wire: Recording, tmp
     check = check_recording(tmp_path / "seen", [tmp_path / "store"])
     assert (check.is_clean, check.undecoded) == (False, 1)
     assert "1 artifacts can't be decoded: nothing is known of them" in check.summary()
+    cut.unlink()
+    cut = add(b"{" + EXTRACTOR.tobytes())  # no spec, although specs begin with a brace
+    assert check_recording(tmp_path / "seen", [tmp_path / "store"]).undecoded == 1
     cut.write_bytes(b"rot")
     with pytest.raises(DecodeError, match="is damaged: its sha256 is not its name"):
         check_recording(tmp_path / "seen", [tmp_path / "store"])
     cut.unlink()
+    written = json.loads((tmp_path / "seen" / "wire.json").read_text())
+    (tmp_path / "seen" / "wire.json").write_text(json.dumps(written | {"incomplete": ["a"], "lost_frames": 3}))
+    check = check_recording(tmp_path / "seen", [tmp_path / "store"])
+    assert (check.is_clean, check.gaps[0]) == (False, "1 incomplete transfers")
+    assert "gaps, of which nothing is known: 3 frames dropped" in check.summary()
     next(folder.iterdir()).unlink()
     with pytest.raises(CaptureError, match="lacks artifact"):
         check_recording(tmp_path / "seen", [tmp_path / "store"])
+
+
+def test_a_classifier_that_the_method_keeps_private_is_searched_for(wire: Recording, tmp_path: Path) -> None:
+    spec = make_spec().model_copy(update={"method": "ppidsg"})
+    save_file({"personal/classifier/weight": EXTRACTOR}, tmp_path / "state.safetensors")
+    record(wire, tmp_path / "seen", update(Part.GENERATOR, EXTRACTOR), spec.canonical())
+    assert check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"]).matches
 
 
 def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -283,6 +307,10 @@ def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
         check_recording(tmp_path, [])
     (tmp_path / "wire.json").write_text(json.dumps({"artifacts": []}))
     save_file({"classifier/weight": EXTRACTOR}, tmp_path / "state.safetensors")
+    with pytest.raises(CaptureError, match="holds no artifact: start `fedcg audit observe` before"):
+        check_recording(tmp_path, [tmp_path / "state.safetensors"])
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / sha256(b"x").hexdigest()).write_bytes(b"x")
     with pytest.raises(DecodeError, match="no tensor of a private part"):
         check_recording(tmp_path, [tmp_path / "state.safetensors"])
 
