@@ -4,7 +4,6 @@ Such a folder is not trusted: names are checked against sha256, sizes are bounde
 and codec.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
