@@ -64,6 +64,7 @@ class Figure:
         unit: "share", "dB", "nats" or empty.
         p: probability of at least this gain if the update reveals nothing, of this setting alone; None if unknown.
         least_p: the smallest `p` that the test can give with this number of images and classes.
+        rows: number of images in the gradient, if the attack used one.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Figure:
     unit: str = ""
     p: float | None = None
     least_p: float = 0.0
+    rows: int = 1
 
     @property
     def is_possible(self) -> bool:

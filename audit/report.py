@@ -43,7 +43,7 @@ class Result(str, Enum):
     """The result of an attack. The values are the words of the report."""
 
     LEAKED = "information leaked"
-    HYPOTHETICAL = "would leak only from the gradient of one batch, which is not sent"
+    HYPOTHETICAL = "would leak from the gradient of one batch, which is not sent"
     NOTHING = "no better than guessing"
     UNPROVEN = "inconclusive: the positive control failed"
     UNTESTED = "inconclusive: too few images or classes for a test against chance"
@@ -84,6 +84,7 @@ class Finding(Value):
 
     Attributes:
         chances: by figure, the probability of such a gain anywhere in the report if no update reveals anything (Holm's adjusted p).
+        of_update: the result from the update itself, if `result` is of a batch's gradient.
     """
 
     attack: Attack
@@ -91,14 +92,25 @@ class Finding(Value):
     result: Result
     headline: Figure | None
     chances: Mapping[Figure, float] = field(default_factory=dict)
+    of_update: Result | None = None
+
+    @property
+    def words(self) -> str:
+        """The result, also that from the update itself."""
+        return self.result.value + ("" if self.of_update is None else f"; the update itself: {self.of_update.value}")
+
+    @property
+    def is_inconclusive(self) -> bool:
+        """Whether nothing is known of the update itself."""
+        return (self.of_update or self.result) in (Result.UNPROVEN, Result.UNTESTED)
 
     def summary(self) -> str:
         """Return one line for a terminal."""
         if self.headline is None:
-            return f"{self.result.value} ({self.outcome.skipped})"
+            return f"{self.words} ({self.outcome.skipped})"
         found = self.headline
         return (
-            f"{self.result.value}; {found.title} {as_number(found.value.value, found.unit)} against {as_number(found.floor, found.unit)} "
+            f"{self.words}; {found.title} {as_number(found.value.value, found.unit)} against {as_number(found.floor, found.unit)} "
             f"for {found.floor_is} ({found.setting}; chance: {as_chance(self.chances.get(found))})"
         )
 
@@ -190,15 +202,22 @@ def _finding(attack: Attack, outcome: Outcome, chances: Mapping[Figure, float]) 
     if outcome.skipped is not None or not possible:
         return Finding(attack, outcome, Result.NOT_TRIED, None)
     of_update = [figure for figure in possible if figure.is_of_update]
-    for figures, result in ((of_update, Result.LEAKED), (possible, Result.HYPOTHETICAL)):
+    result, headline = _without_a_leak(outcome, of_update or possible, chances)
+    for figures, found in ((of_update, Result.LEAKED), (possible, Result.HYPOTHETICAL)):
         leaks = [one for one in figures if chances.get(one, 1.0) <= LEVEL and one.gain.value > 0]
         if leaks:
-            return Finding(attack, outcome, result, min(leaks, key=_strongest), chances)
-    deciding = of_update or possible
+            rest = result if found is Result.HYPOTHETICAL and of_update else None
+            return Finding(attack, outcome, found, min(leaks, key=_strongest), chances, rest)
+    return Finding(attack, outcome, result, headline, chances)
+
+
+def _without_a_leak(
+    outcome: Outcome, deciding: Sequence[Figure], chances: Mapping[Figure, float]
+) -> tuple[Result, Figure]:
     tested = [one for one in deciding if one in chances]
     proven = [one for one in tested if outcome.is_proven(one.name)]
     result = Result.NOTHING if proven else Result.UNPROVEN if tested else Result.UNTESTED
-    return Finding(attack, outcome, result, min(proven or tested or deciding, key=_strongest), chances)
+    return result, min(proven or tested or deciding, key=_strongest)
 
 
 def _strongest(figure: Figure) -> tuple[float, float]:
@@ -220,6 +239,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Gat
                 "title": finding.attack.title,
                 "source": finding.attack.source,
                 "result": finding.result.value,
+                "result_of_update": None if finding.of_update is None else finding.of_update.value,
                 "evidence": evidence(finding, str(subject.settings.get("effort")), subject.images[0]),
                 "seconds": finding.outcome.seconds,
                 "skipped": finding.outcome.skipped,
@@ -250,25 +270,29 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
     """Return what planted leaks and updates without a leak showed about this result; empty if it is neither.
 
     Between measured numbers of training images the smallest leak is interpolated in their logarithm. More images than
-    measured find smaller leaks, so the last one holds; for fewer there is none.
+    measured find smaller leaks, so the last one holds; for fewer there is none. If too few plants of any strength were
+    found, that is told, with the largest number found.
     """
     mine, measured = {"attack": finding.attack.name, "effort": effort}, read_values(DETECTION_FILE, AuditError)[1]
-    smallest, alarms = (
-        [row for row in measured[name] if mine.items() <= row.items()] for name in ("smallest", "false_alarm")
+    smallest, missed, alarms = (
+        [row for row in measured[name] if mine.items() <= row.items()] for name in ("smallest", "missed", "false_alarm")
     )
     if finding.result is Result.LEAKED:
         rates = [(f"{row['red']} of {row['of']}", proportion(row["red"], row["of"]).high) for row in alarms]
         told = [f"{rate} audits without a leak (95 %: at most {as_number(high, 'share')})" for rate, high in rates]
         return f"False alarms: {'; '.join(told) or 'not measured'}"
-    if finding.result is not Result.NOTHING:
+    if (finding.of_update or finding.result) is not Result.NOTHING:
         return ""
     told = []
     for figure in dict.fromkeys(row["figure"] for row in smallest):
         rows = sorted((row["images"], row["leak"], row["plants"]) for row in smallest if row["figure"] == figure)
-        if rows[0][0] <= images:
+        if rows and rows[0][0] <= images:
             sizes, leaks, plants = zip(*rows, strict=True)
             leak = np.interp(np.log(images), np.log(sizes), leaks)
             told.append(f"{figure} {leak:.3g} ({min(plants)} plants)")
+    weak = {row["plant"]: f"{row['plant']} {row['found']} of {row['of']}" for row in missed if row["images"] <= images}
+    if weak and not told:
+        return f"Weak at this effort: of planted leaks of the strongest kind it found {'; '.join(weak.values())}"
     return f"Smallest leak found in 80 % of plants: {'; '.join(told) or f'not measured for {images} images'}"
 
 
@@ -284,19 +308,22 @@ def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple
     """Check each condition against the upper end of the interval, in every setting that a real attacker can have.
 
     Attacks on the update itself decide. Without any for a figure, attacks on the gradient of one batch decide. A figure
-    that was not measured, or whose positive control failed, does not pass.
+    that was not measured, or whose positive control failed, does not pass, nor does any if an attack ended with an error.
     """
     return tuple(_judged(condition, outcomes) for condition in conditions)
 
 
 def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> GateResult:
     possible, passed = _deciding(condition.figure, outcomes), False
+    failed = next((one for one in outcomes if one.has_failed), None)
     broken = next((one for one, _ in possible if not one.is_proven(condition.figure)), None)
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
         why = f"not measured ({'; '.join(reasons) or 'no attack that measures it was requested'})"
     elif broken is not None:
         why = f"inconclusive, the positive control of {broken.attack} failed"
+    elif failed is not None:
+        why = f"inconclusive, {failed.attack} {failed.skipped}"
     else:
         worst = max(
             (figure for _, figure in possible), key=lambda figure: np.nan_to_num(_upper(condition, figure), nan=np.inf)

@@ -24,12 +24,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from audit.attacks.attack import Attack, Effort, chosen_attacks, get_attack
 from audit.choices import parse_gate
 from audit.errors import CaptureError, TruthError
-from audit.evidence import Case, RecordedUpdates, own_view, read_secret, read_truth, read_updates, with_images
+from audit.evidence import Case, RecordedUpdates, joined, own_view, read_secret, read_truth, read_updates, with_images
 from audit.measures import Outcome
 from audit.report import Finding, GateResult, findings_of, judge, subject_of, write_report
 from fedcg.child_python import spawning
 from fedcg.files import replace_durably
 from fedcg.learning.data.image_folder import read_images
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.privacy import parse_mechanisms
 from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams
@@ -246,7 +247,8 @@ def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     """Return the case that the options name.
 
     Raises:
-        TruthError: more than a tenth of the auxiliary images are the device's own, or the truth does not fit.
+        TruthError: more than a tenth of the auxiliary images are the device's own, or of the held-out images its
+            training images, or the truth does not fit.
     """
     spec = recorded.spec
     auxiliary = None
@@ -255,25 +257,32 @@ def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     secret = None if options.cohort is None else read_secret(options.cohort)
     view = own_view(recorded.view(options.client, options.round, auxiliary, secret), options.private, options.data)
     truth = read_truth(view, options.data, options.private, options.held_out)
-    if auxiliary is not None:
-        own = {one.numpy().tobytes() for known in (truth.train, truth.held_out) for one in known.images}
-        if (same := sum(one.numpy().tobytes() in own for one in auxiliary.images)) > len(auxiliary) / 10:
-            raise TruthError(
-                f"{options.auxiliary}: {same} of its {len(auxiliary)} images are the device's own, which no attacker has: "
-                "give other labelled images of the same kind as --auxiliary"
-            )
+    if options.held_out is not None:
+        _check_apart(options.held_out, truth.held_out, truth.train, "which it trained on", "--held-out")
+    if auxiliary is not None and options.auxiliary is not None:
+        own = joined(truth.train, truth.held_out)
+        _check_apart(options.auxiliary, auxiliary, own, "which no attacker has", "--auxiliary")
     view, privacy = replace(view, spec=with_images(view.spec)), parse_mechanisms(options.mechanism)
     is_private = options.private is not None and (options.private / "privacy.json").exists()
     truth = replace(truth, privacy=None if is_private and privacy.dp_sgd is None else privacy)
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 
 
+def _check_apart(place: Path, given: ImageSet, own: ImageSet, why: str, option: str) -> None:
+    known = {one.numpy().tobytes() for one in own.images}
+    if (same := sum(one.numpy().tobytes() in known for one in given.images)) > len(given) / 10:
+        raise TruthError(
+            f"{place}: {same} of its {len(given)} images are the device's own, {why}: give other labelled images of the "
+            f"same kind as {option}"
+        )
+
+
 def identity_of(options: AuditOptions, case: Case) -> dict[str, Any]:
     """Return what the outcomes of an audit depend on: contents by their sha256, versions and options."""
     view, program = case.view, Program.of_source(options.data)
-    known = (view.spec.canonical(), view.artifact, view.update, view.before, view.others, view.report)
+    known = (view.spec.canonical(), view.artifact, view.update, view.before, view.others, view.report, view.history)
     return {
-        "format": 2,
+        "format": 3,
         "version": version("fedcg-edge"),
         "program": None if program is None else program.digest(),
         "effort": options.effort.value,

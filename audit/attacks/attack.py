@@ -8,7 +8,7 @@ findings.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from importlib import import_module
@@ -143,13 +143,38 @@ class Attack(Value):
         )
 
 
+NOTHING_TO_FIND = 0.05
+_NO_CEILING = "Whether the device's own extractor would find more is not known: give --private."
+
+
+def ceiling_control(case: Case, name: str, value: float, chances: Sequence[float]) -> Iterator[Control | str]:
+    """Yield a control of the attacks with an estimated extractor, which is much weaker than the device's own: the latter must find nothing either.
+
+    Args:
+        case: of the audit.
+        name: of the figures.
+        value: the largest with the device's own extractor.
+        chances: of its figures; empty if it was not given.
+    """
+    if case.view.shares_extractor:
+        return
+    if not chances:
+        yield _NO_CEILING
+        return
+    title = f"{name} with the device's own extractor: an estimated one proves nothing if that finds more"
+    likely = min(1.0, min(chances) * len(chances))
+    must = f"nothing (chance above {NOTHING_TO_FIND:.0%}; {likely:.1%})"
+    yield Control(title, value, must, likely > NOTHING_TO_FIND, name)
+
+
 def _as_sent(figure: Figure, case: Case) -> Figure:
-    """Return a figure of gradients as one of the update if the device's round had a single step: its weight difference is a batch's gradient.
+    """Return a figure of the gradient of all images as one of the update if the device's round had a single step: its weight difference is that gradient.
 
     DP-SGD adds noise to that gradient, which these figures leave out.
     """
     params, privacy = case.view.method.params_type.model_validate(case.view.spec.params), case.truth.privacy
-    if privacy is None or privacy.dp_sgd is not None or steps_of(params, len(case.truth.train)) > 1:
+    images = len(case.truth.train)
+    if privacy is None or privacy.dp_sgd is not None or steps_of(params, images) > 1 or figure.rows != images:
         return figure
     sent = (Knowledge.UPDATE if one is Knowledge.BATCH else one for one in figure.knowledge)
     return replace(figure, knowledge=tuple(dict.fromkeys(sent)))

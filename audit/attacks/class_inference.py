@@ -18,7 +18,7 @@ import torch
 from scipy.stats import t as student
 from torch import nn
 
-from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
+from audit.attacks.attack import Attack, Effort, Found, Tick, Trial, ceiling_control
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined, networks
 from audit.measures import Chance, Control, Figure, Measure, Pictures, Values, chance_in, png, ssim, unit_pixels
 from audit.techniques.class_shares import last_layer
@@ -213,6 +213,8 @@ def with_noise(view: View, stream: torch.Generator) -> View:
         for name, value in parts[part].items():
             size = (view.update[part][name] - value).float().square().mean().sqrt()
             noised[name] = value + (size * torch.randn(value.shape, generator=stream)).to(value.dtype)
+            if name.endswith("running_var"):
+                noised[name] = noised[name].abs()
         parts[part] = noised
     return replace(view, update=parts)
 
@@ -303,7 +305,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     plan, streams, target, train = _PLANS[trial.effort], trial.streams, target_class(trial.truth), trial.truth.train
     view, kept = without_class(trial.view, target, plan.known, streams.generator("known"))
     given = () if trial.truth.after is None else (Extractor.TRUE,)
-    more = () if trial.effort is Effort.QUICK else (Extractor.START, *given)
+    more = given if trial.effort is Effort.QUICK else (Extractor.START, *given)
     sources = view.extractors(Extractor.SURROGATE, *more)
     tick = trial.steps(plan.judges + plan.steps * 2 * (plan.restarts * len(sources) + _CONTROL_GANS))
     drawn = _drawn(trial, view, target, plan, sources, tick)
@@ -323,7 +325,11 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     }
     for measure, score in measures.items():
         scores = {name: np.array([score(one) for one in some]) for name, some in drawn.items()}
-        yield from _scored(measure, scores, sources, list(trivial), streams.seed("bootstrap"))
+        figures = list(_scored(measure, scores, sources, list(trivial), streams.seed("bootstrap")))
+        yield from figures
+        true = [one for one in figures if isinstance(one, Figure) and not one.is_possible and one.p is not None]
+        value = max((one.value.value for one in true), default=0.0)
+        yield from ceiling_control(trial.case, measure.name, value, [one.p or 0.0 for one in true])
         if _UNSEEN in scores:
             yield f"{measure.name} of {_UNSEEN}: {scores[_UNSEEN].mean():.3f}"
         yield f"{measure.name}: a gain of {_WORTH[measure]} or less is no leak; the chance is that of a larger one"

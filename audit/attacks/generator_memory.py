@@ -39,6 +39,7 @@ _NEAR = 1e-6
 _LEAST_SPREAD = (
     0.1  # else the noise of a copy in a constant map hides that it is one; chosen on other seeds than the tests'
 )
+_LEAST_KNOWN = 4  # auxiliary images of a class
 _TAIL = 8  # least number of held-out images that show the tail's shape
 _DECODED = "similarity of decoded samples to the nearest training image"
 _MEMORY = Measure(
@@ -136,6 +137,21 @@ def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, cou
     return found.double().numpy()
 
 
+def standardised_by_class(scores: Values, labels: Values, known: Values, known_labels: Values) -> Values:
+    """Return scores [N] in mean deviations from the median of other images of their class [M]; from that of all, if the class has fewer than 4.
+
+    Classes differ in how near their images are to samples. The other images are neither trained on nor held out, so
+    that both remain alike if nothing leaks.
+    """
+    found = np.empty(len(scores))
+    for label in np.unique(labels):
+        same = known[known_labels == label]
+        same = same if len(same) >= _LEAST_KNOWN else known
+        centre = np.median(same)
+        found[labels == label] = (scores[labels == label] - centre) / max(float(np.abs(same - centre).mean()), _NEAR)
+    return found
+
+
 def worst_figure(setting: str, used: Collection[Knowledge], scores: Values, count: int) -> Figure:
     """Return the figure of the most exposed training image, in deviations of images that were not trained on.
 
@@ -151,7 +167,6 @@ def worst_figure(setting: str, used: Collection[Knowledge], scores: Values, coun
         scores: of `exposure`, [N]; the first `count` are training images.
         count: number of training images.
     """
-    train, others = scores[:count], scores[count:]
     others = scores[count:]
     train, others = np.split((scores - others.mean()) / max(float(others.std(ddof=1)), _NEAR), [count])
     passed, value = min(max(_TAIL, len(others) // 5), len(others) - 1), float(train.max())
@@ -198,6 +213,7 @@ class _Setting(Value):
     Attributes:
         images: equally many training and held-out images of each class; `features` of both, in this order, [2 n, F].
         everyone: all images, training images first; `every_feature` of them, [N, F]; `trained`: number of the former.
+        known: features and labels of the auxiliary images.
     """
 
     source: Extractor
@@ -207,6 +223,7 @@ class _Setting(Value):
     everyone: ImageSet
     every_feature: torch.Tensor
     trained: int
+    known: tuple[torch.Tensor, torch.Tensor] | None
     decoder: Decoder | None
     plan: _Plan
     seed: int
@@ -249,7 +266,10 @@ class _Setting(Value):
 
     def worst(self, samples: Samples) -> Figure:
         """Return the figure of the most exposed training image."""
-        scores = self.exposure(self.every_feature, self.everyone.labels, samples)
+        scores, labels = self.exposure(self.every_feature, self.everyone.labels, samples), self.everyone.labels.numpy()
+        if self.known is not None:
+            others = self.exposure(*self.known, samples)
+            scores = standardised_by_class(scores, labels, others, self.known[1].numpy())
         known = {Knowledge.LATER if one is Knowledge.PRIVATE else one for one in self.source.knowledge}
         return worst_figure(self.words, known | {Knowledge.UPDATE, Knowledge.CANDIDATES}, scores, self.trained)
 
@@ -325,9 +345,10 @@ def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator
         def features(some: ImageSet, extractor: nn.Module = extractor) -> torch.Tensor:
             return extract_features(extractor, some.images, view.spec).flatten(1)
 
+        others = None if known is None else (features(known), known.labels)
         decoder = None if known is None else trained_decoder(known, features(known), plan.decoder, streams, tick)
         sets = images, features(images), everyone, features(everyone), len(truth.train)
-        yield _Setting(source, view.spec, *sets, decoder, plan, streams.seed("draws"))
+        yield _Setting(source, view.spec, *sets, others, decoder, plan, streams.seed("draws"))
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:

@@ -382,7 +382,8 @@ def _figures(results: Sequence[Result], streams: Streams) -> Iterator[Figure]:
         for setting, images in ((one.setting, one.images) for one in results):
             given = setting.extractor is Extractor.TRUE or not setting.rows
             seed = streams.seed("bootstrap", name)
-            yield images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
+            figure = images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
+            yield replace(figure, rows=setting.rows)
 
 
 def _pictures(results: Sequence[Result]) -> Iterator[Pictures]:

@@ -10,6 +10,7 @@ step:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ _PRIOR_CONCENTRATIONS = (0.1, 0.2, 0.5, 1.0, 3.0, 10.0, 100.0)  # per class
 _LEAST_BELIEF = 1e-3  # an attacker excludes no class without the update
 _FARTHEST = 2.0  # L1 distance of shares without a common class
 _WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
+_OTHERS_ALONE = "the same reading, if the device had sent the aggregate before the round"
 _L1 = Measure("label_l1", "Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)")
 Counts = NDArray[np.int16]
 Means = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -247,7 +249,8 @@ def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iter
         setting, used = f"batches of {size}, {name}", (Knowledge.BATCH, Knowledge.BEFORE, *extra)
         likely = Chance(_batch_chance(guesses, list(plain.values()), truths, streams.seed("orders")), least)
         right = np.minimum(guesses, truths).sum(1) / size
-        yield _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), chance=likely)
+        figure = _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), chance=likely)
+        yield replace(figure, rows=size)
 
 
 def single_class_control(case: Case) -> Control:
@@ -263,7 +266,8 @@ def single_class_control(case: Case) -> Control:
     found = guessed_batch(spec, seen, probe_means(spec, parts, streams, auxiliary))
     true = torch.tensor(some.label_counts())
     worst = min(float(torch.minimum(counts, true).sum()) / len(some) for counts in found.values())
-    return Control("A batch of one class, untrained LeNet5 with sigmoids: correct labels", worst, "1", worst > 0.99)
+    title = "A batch of one class, untrained LeNet5 with sigmoids: correct labels"
+    return Control(title, worst, "1", worst > 0.99, _ACCURACY.name)
 
 
 def two_class_control(case: Case, what: str, infer: Callable[[ImageSet, Streams], torch.Tensor]) -> Control:
@@ -282,7 +286,7 @@ def two_class_control(case: Case, what: str, infer: Callable[[ImageSet, Streams]
         found = _distance(infer(some, streams), true)
     except DivergedError:  # as GANs do on few images: then the control is inconclusive
         found, title = _FARTHEST, f"{title} (its training diverged)"
-    return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
+    return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit, _L1.name)
 
 
 def headline_control(case: Case, effort: Effort, tick: Tick, clients: SimulatedClients | None = None) -> Control:
@@ -333,6 +337,14 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     guesses = {} if clients is None else dict(clients.inferred())
     leading = next(iter(guesses), HEADLINE)
     guesses |= inferred(case.view, streams, *_shadow_work(effort), tick)
+    if case.view.others:
+        trivial[_OTHERS_ALONE] = guesses[HEADLINE][-1]
+        if clients is not None:
+            unchanged = clients.inferred([one.before.parts for one in clients.rounds])
+            trivial[f"{_OTHERS_ALONE}, {leading}"] = unchanged[leading][0]
+    if case.view.report.label_counts is not None:
+        counts = torch.tensor(case.view.report.label_counts, dtype=torch.float32)
+        guesses["label counts as reported"] = (counts / counts.sum())[None]
     headline, *others = update_figures(case, guesses, trivial)
     yield headline
     yield from others

@@ -16,7 +16,7 @@ from scipy.stats import rankdata
 from sklearn.metrics import roc_curve
 
 from audit import measures
-from audit.attacks.attack import Attack, Found, Tick, Trial
+from audit.attacks.attack import Attack, Found, Tick, Trial, ceiling_control
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined
 from audit.measures import Chance, Control, Curve, Figure, Flags, Interval, Measure, Pictures, Values
 from audit.techniques import shadow_models
@@ -349,6 +349,19 @@ def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
     yield _control("GAN-Leaks on a generator whose samples are the members' features", auc(*sides(scores, members)))
 
 
+def _ceilings(
+    case: Case, found: Sequence[MemberScores], members: Flags, labels: torch.Tensor, seed: int
+) -> Iterator[Found]:
+    pairs = [(one.given, one.blind) for one in found if one.given is not None]
+    for name, of, least in (
+        (_AUC.name, aucs, _AUC_OF_CHANCE),
+        (_RATE.name, functools.partial(true_positive_rates, rate=RATES[0]), RATES[0]),
+    ):
+        chances = [chance_of_gain(of, least, pair, members, labels, seed).p for pair in pairs]
+        values = [float(of(given, members[None])[0]) for given, _ in pairs]
+        yield from ceiling_control(case, name, max(values, default=0.0), chances)
+
+
 def _control(title: str, value: float) -> Control:
     return Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
 
@@ -387,6 +400,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     trial.progress(steps, steps)
     for one in found:
         yield from membership_figures(one, members, candidates.labels, streams.seed("bootstrap"))
+    yield from _ceilings(case, found, members, candidates.labels, streams.seed("bootstrap"))
     yield roc_curves(found, members)
     if isinstance(view.spec.input, ImageForm):
         yield most_exposed(found, candidates, members)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from audit.attacks.attack import Attack, Found, Tick, Trial
+from audit.attacks.attack import Attack, Found, Tick, Trial, ceiling_control
 from audit.evidence import Case, Extractor, Knowledge, WholeModel, joined, networks
 from audit.measures import Chance, Control, Figure, Measure, Values, proportion, unit_pixels
 from audit.techniques import gradients
@@ -240,6 +240,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield _control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))
     tick()
     yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update)
+    true = [(float((places == 1).mean()), likely.p) for source, (places, likely) in whole.items() if source.is_own]
+    yield from ceiling_control(case, _REID.name, *(true[0][0], [true[0][1]]) if true else (0.0, []))
     yield "Candidates are the device's held-out images and the auxiliary images; for gradients also its training images."
     if single:
         yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)

@@ -103,14 +103,13 @@ class RecordedUpdates(Value):
     ) -> View:
         header = self.headers[there[client, number]]
         base = self._base(header)
-        others = {name: id_ for (name, at), id_ in there.items() if at == number and name != client}
         return View(
             self.spec,
             client,
             number,
             self._update(there[client, number], base),
             self._aggregate(base.id, secret),
-            {name: self._update(id_, self._base(self.headers[id_])) for name, id_ in others.items()},
+            self._updates(number, there, without=client),
             header.report or Report(),
             auxiliary,
             artifact=there[client, number],
@@ -127,10 +126,21 @@ class RecordedUpdates(Value):
                 mine = there.get((client, at))
                 if mine is None or not self.spec.trains_in(at):
                     break
-                of_round = {name: id_ for (name, when), id_ in there.items() if when == at}
-                updates = {name: self._update(id_, self._base(self.headers[id_])) for name, id_ in of_round.items()}
+                own = {client: self._update(mine, self._base(self.headers[mine]))}
+                updates = own | self._updates(at, there, without=client)
                 found.insert(0, Earlier(self._aggregate(self._base(self.headers[mine]).id, secret), updates))
         return tuple(found)
+
+    def _updates(
+        self, number: int, there: Mapping[tuple[str, int], str], without: str
+    ) -> dict[str, dict[Part, Weights]]:
+        """Return the updates of a round's other clients, without those that can't be read: no client stops the audit of another."""
+        found = {}
+        for (name, at), id_ in there.items():
+            if at == number and name != without:
+                with suppress(DecodeError, CaptureError):
+                    found[name] = self._update(id_, self._base(self.headers[id_]))
+        return found
 
     def _base(self, header: ArtifactHeader) -> Base:
         if header.base is None or header.base not in self.headers or self.headers[header.base].kind != "aggregate":

@@ -83,7 +83,9 @@ class _Runs(Value):
         units, length = _centred(runs), runs.shape[1]
         distinct = (np.diff(np.sort(runs, axis=1)) > 0).sum(1) + 1
         kept = (distinct >= _DISTINCT) & ((units**4).sum(1) * length * _EVEN_SHARE <= 1)
-        kept[kept] = np.arange(kept.sum()) % (kept.sum() // _MOST_RUNS + 1) == 0
+        thinned = np.arange(kept.sum()) % (kept.sum() // _MOST_RUNS + 1) == 0
+        thinned[np.unique(owners[kept], return_index=True)[1]] = True  # some of every tensor
+        kept[kept] = thinned
         turned = units[kept]
         turned = np.concatenate([turned, -turned, turned[:, ::-1], -turned[:, ::-1]])
         starts = np.unique([*range(0, length - WINDOW, WINDOW), length - WINDOW])

@@ -19,6 +19,7 @@ trained to recognise another generator's samples (FedMD-CG) predicts all classes
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -102,20 +103,12 @@ def fitted(values: torch.Tensor, shares: torch.Tensor, ridge: float = _RIDGE) ->
 
 
 def by_responses(
-    view: View,
-    sent: Sequence[Weights],
-    streams: Streams,
-    shadows: int,
-    most: int,
-    tick: Tick,
-    *,
-    adjusted: bool = False,
-) -> tuple[torch.Tensor, float]:
-    """Infer shares from the last layer's change, calibrated on classifiers that are trained on probes.
+    view: View, streams: Streams, shadows: int, most: int, tick: Tick, *, adjusted: bool = False
+) -> Callable[[Sequence[Weights]], tuple[torch.Tensor, float]]:
+    """Return how to infer shares from the last layer's change, calibrated on classifiers that are trained on probes.
 
     Args:
         view: gives start, training parameters and examples.
-        sent: the classifiers; the audited client's first.
         streams: for probes, shares and batches.
         shadows: number of classifiers.
         most: most steps of each.
@@ -123,7 +116,8 @@ def by_responses(
         adjusted: whether they train with `balance = logits`.
 
     Returns:
-        Shares [clients, C], and the distance of log sizes of the audited client's change from those of the shadows.
+        The function from classifiers, the audited client's first, to shares [clients, C], and the distance of log sizes
+        of the audited client's change from those of the shadows.
     """
     spec, before = view.spec, view.before.parts[Part.CLASSIFIER]
     probes = probes_for(spec, view.before.parts.get(Part.GENERATOR), streams.generator("shadow probes"))
@@ -136,12 +130,16 @@ def by_responses(
         values.append(response(spec, before, after))
         shares.append(known)
         tick()
-    seen = torch.stack([response(spec, before, one) for one in sent])
-    changed = seen.abs().amax((0, 1)) > 0  # `balance = bias` sends the last bias as it was
-    sizes = [((one * changed).std(-2) + _LEAST_SHARE).log() for one in (seen[0], torch.stack(values))]
-    centre = 0 if len(sent) == 1 else seen.mean(0)
-    found = fitted(torch.stack(values) * changed, torch.stack(shares))(seen - centre)
-    return found, float((sizes[0] - sizes[1].mean(0)).abs().sum())
+
+    def infer(sent: Sequence[Weights]) -> tuple[torch.Tensor, float]:
+        seen = torch.stack([response(spec, before, one) for one in sent])
+        changed = seen.abs().amax((0, 1)) > 0  # `balance = bias` sends the last bias as it was
+        sizes = [((one * changed).std(-2) + _LEAST_SHARE).log() for one in (seen[0], torch.stack(values))]
+        centre = 0 if len(sent) == 1 else seen.mean(0)
+        found = fitted(torch.stack(values) * changed, torch.stack(shares))(seen - centre)
+        return found, float((sizes[0] - sizes[1].mean(0)).abs().sum())
+
+    return infer
 
 
 def by_bias(view: View, sent: Sequence[Weights]) -> Shares:
@@ -199,15 +197,21 @@ def generator_statistics(view: View, before: Weights, parts: Mapping[Part, Weigh
 
 
 def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) -> Shares:
-    """Infer each client's class shares from the updates of a round, [clients, C]; the audited client first.
+    """Infer each client's class shares from the updates of a round, [clients + 1, C]; the audited client first.
 
-    `HEADLINE` is first. `shadows` and `most` are those of `by_responses`.
+    Last: what would be read if the audited client had sent the aggregate before the round, so that only the others'
+    updates speak. `HEADLINE` is first. `shadows` and `most` are those of `by_responses`.
     """
+    readers = [by_responses(view, streams, shadows, most, tick, adjusted=adjusted) for adjusted in (False, True)]
+    unchanged = {part: view.before.parts.get(part, weights) for part, weights in view.update.items()}
+    found, blind = (_read(replace(view, update=update), readers, streams) for update in (view.update, unchanged))
+    return {name: torch.cat([shares, blind[name][:1]]) for name, shares in found.items()}
+
+
+def _read(view: View, readers: Sequence[Callable[..., tuple[torch.Tensor, float]]], streams: Streams) -> Shares:
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
     classifiers = [one[Part.CLASSIFIER] for one in sent]
-    plain, adjusted = (
-        by_responses(view, classifiers, streams, shadows, most, tick, adjusted=adjusted) for adjusted in (False, True)
-    )
+    plain, adjusted = (read(classifiers) for read in readers)
     found = {
         "readout": torch.stack([by_readout(view, parts, streams) for parts in sent]),
         "responses": min(plain, adjusted, key=lambda one: one[1])[0],

@@ -169,7 +169,7 @@ PLANTS: Mapping[str, Plant] = {
     "memorised features": Plant(
         memorised_features, (0.5, 0.2, 0.05), {"memorisation": "memory_worst", "membership": ""}
     ),
-    "class counts": Plant(class_counts, (1e-4, 0.1), {"labels": ""}),
-    "faded classifier": Plant(faded, (0.02, 0.1, 0.5), {"labels": "label_l1"}),
+    "class counts": Plant(class_counts, (0, 1e-4, 0.1), {"labels": ""}),
+    "faded classifier": Plant(faded, (0, 0.02, 0.1, 0.5), {"labels": "label_l1"}),
     "overfit classifier": Plant(overfit, (0, 20, 60, 200), {"membership": "mia_auc", "reidentification": "reid"}),
 }

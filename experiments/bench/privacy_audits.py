@@ -188,6 +188,7 @@ def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, writ
         write_detection(effort, "false_alarm", [{"attack": name, "red": red, "of": of} for name, red, of in of_attacks])
     elif write:
         write_detection(effort, "smallest", list(smallest(found)))
+        write_detection(effort, "missed", list(missed(found)))
     return {**record, "rates": found}
 
 
@@ -222,6 +223,17 @@ def smallest(found: Sequence[Row]) -> Iterator[Row]:
                 yield {"attack": attack, **of, "plants": min(one["of"] for one in levels)}
 
 
+def missed(found: Sequence[Row]) -> Iterator[Row]:
+    """Yield what each attack finds of the plants of any strength at most, where that is below 80 %."""
+    for size, kind in itertools.product(dict.fromkeys(one["size"] for one in found), PLANTS):
+        levels = [one for one in found if (one["size"], one["plant"]) == (size, kind) and one["of"] >= _FEWEST]
+        for attack in PLANTS[kind].attacks if levels else ():
+            best = max(levels, key=lambda one: one["red"][attack] / one["of"])
+            if best["red"][attack] < _FOUND * best["of"]:
+                of = {"images": best["images"], "plant": kind, "found": best["red"][attack], "of": best["of"]}
+                yield {"attack": attack, **of}
+
+
 def write_detection(effort: Effort, table: str, rows: Sequence[Row]) -> None:
     """Put rows into a table of the audit's `detection.toml`, in place of those of the same attack, effort, figure and images."""
     file = Path(audit.__file__).with_name("detection.toml")
@@ -229,11 +241,10 @@ def write_detection(effort: Effort, table: str, rows: Sequence[Row]) -> None:
     told = [{"attack": row["attack"], "effort": effort.value, **row} for row in rows]
 
     def place(row: Row) -> tuple[Any, ...]:
-        return tuple(row.get(key) for key in ("attack", "effort", "figure", "images"))
+        return tuple(row.get(key) for key in ("attack", "effort", "figure", "plant", "images"))
 
-    tables[table] = sorted(
-        {place(row): row for row in [*tables[table], *told]}.values(), key=lambda row: str(place(row))
-    )
+    kept = {place(row): row for row in [*tables[table], *told]}
+    tables[table] = sorted(kept.values(), key=lambda row: (*map(str, place(row)[:-1]), row.get("images", 0)))
     written = [line for line in text.splitlines() if line.startswith("#")]
     for name, some in tables.items():
         pairs = ([f"{key} = {json.dumps(value)}" for key, value in row.items()] for row in some)

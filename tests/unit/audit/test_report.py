@@ -169,7 +169,9 @@ def test_evidence_is_interpolated_between_measured_sizes_and_never_for_fewer(
 ) -> None:
     row = '[[smallest]]\nattack = "x"\neffort = "quick"\nimages = {}\nfigure = "mia_auc"\nleak = {}\nplants = 24\n'
     alarm = '[[false_alarm]]\nattack = "x"\neffort = "quick"\nred = 0\nof = 50\n'
-    (tmp_path / "detection.toml").write_text(row.format(100, 0.62) + row.format(400, 0.58) + alarm)
+    weak = '[[missed]]\nattack = "x"\neffort = "{}"\nimages = {}\nplant = "counts"\nfound = {}\nof = 20\n'
+    plants = weak.format("quick", 100, 7) + weak.format("default", 100, 7) + weak.format("default", 400, 9)
+    (tmp_path / "detection.toml").write_text(row.format(100, 0.62) + row.format(400, 0.58) + alarm + plants)
     monkeypatch.setattr(report, "DETECTION_FILE", tmp_path / "detection.toml")
     quiet, loud = _found(Outcome("x", (_with(0.4),))), _found(Outcome("x", (_with(1e-6),)))
     # 200 is halfway between 100 and 400 in logarithms.
@@ -177,6 +179,9 @@ def test_evidence_is_interpolated_between_measured_sizes_and_never_for_fewer(
     assert "mia_auc 0.58 " in evidence(quiet, "quick", 900)  # more images find smaller leaks
     assert evidence(quiet, "quick", 50) == "Smallest leak found in 80 % of plants: not measured for 50 images"
     assert "not measured" in evidence(quiet, "thorough", 200)
+    told = "Weak at this effort: of planted leaks of the strongest kind it found counts "
+    assert (evidence(quiet, "default", 200), evidence(quiet, "default", 500)) == (f"{told}7 of 20", f"{told}9 of 20")
+    assert "not measured" in evidence(quiet, "default", 50)
     # Clopper-Pearson, 0 of 50: 1 - 0.025^(1 / 50) = 7.1 %.
     assert evidence(loud, "quick", 200) == "False alarms: 0 of 50 audits without a leak (95 %: at most 7.1 %)"
     assert evidence(loud, "default", 200) == "False alarms: not measured"

@@ -44,12 +44,13 @@ def test_it_repeats_itself_counts_its_steps_and_leaves_torchs_random_state_alone
 
 def test_the_gradient_of_a_rounds_only_step_is_its_update_unless_dp_sgd_adds_noise() -> None:
     case = simulated_case(method="fedsplit")
-    found = replace(figure("x", Interval(0, 0, 0)), knowledge=(Knowledge.BATCH,))
+    found = replace(figure("x", Interval(0, 0, 0)), knowledge=(Knowledge.BATCH,), rows=len(case.truth.train))
+    single = replace(found, setting="single images", rows=1)
     spec = case.view.spec.model_copy(update={"params": {**case.view.spec.params, "steps": 1}})
     short = seen(spec=spec)(case)
     for one, is_of_update in ((case, False), (short, True), (true(privacy=None)(short), False)):
-        outcome = replace(attack("x"), carry_out=lambda _: [found]).run(one, Effort.QUICK, lambda done, total: None)
-        assert outcome.figures[0].is_of_update == is_of_update
+        outcome = replace(attack("x"), carry_out=lambda _: [found, single]).run(one, Effort.QUICK, lambda done, total: None)
+        assert [one.is_of_update for one in outcome.figures] == [is_of_update, False]
 
 
 def test_every_attack_is_tried_here_but_the_one_that_a_quick_audit_leaves_out() -> None:
