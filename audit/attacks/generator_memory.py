@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import binom
 from torch import nn
 
@@ -137,7 +139,7 @@ def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, cou
     return found.double().numpy()
 
 
-def standardised_by_class(scores: Values, labels: Values, known: Values, known_labels: Values) -> Values:
+def standardised_by_class(scores: Values, labels: NDArray[Any], known: Values, known_labels: NDArray[Any]) -> Values:
     """Return scores [N] in mean deviations from the median of other images of their class [M]; from that of all, if the class has fewer than 4.
 
     Classes differ in how near their images are to samples. The other images are neither trained on nor held out, so

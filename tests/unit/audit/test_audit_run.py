@@ -11,6 +11,7 @@ import pytest
 
 from audit.attacks.attack import Attack, Effort, Found, Trial, carried_out, get_attack
 from audit.choices import ATTACKS, parse_gate
+from audit.evidence.case import Earlier
 from audit.measures import Outcome
 from audit.report import judge
 from audit.run import AuditFolder, AuditOptions, carry_out, identity_of
@@ -85,7 +86,10 @@ def test_the_device_s_own_images_are_not_an_attacker_s(place: Path, tmp_path: Pa
     command = audit_command(place, tmp_path / "out")
     done = run_fedcg(*command, "--auxiliary", command[command.index("--data") + 1])
     assert done.exit_code == BAD_INPUT
-    assert "images are the device's own" in done.stderr
+    assert "images are the device's own, which no attacker has" in done.stderr
+    done = run_fedcg(*command, "--held-out", command[command.index("--data") + 1])
+    assert done.exit_code == BAD_INPUT
+    assert "which it trained on: give other labelled images of the same kind as --held-out" in done.stderr
 
 
 @pytest.mark.slow
@@ -112,6 +116,7 @@ def test_the_identity_holds_contents_and_not_numbers_of_images(tmp_path: Path) -
     swapped = replace(known, labels=known.labels.roll(1))
     other = replace(case.truth, train=replace(case.truth.train, images=case.truth.train.images.roll(1, 0)))
     views = [case.view, replace(case.view, auxiliary=swapped), replace(case.view, others={})]
+    views.append(replace(case.view, history=(Earlier(case.view.before, {"client-1": case.view.update}),)))
     cases = [*(replace(case, view=view) for view in views), replace(case, truth=other)]
     options = AuditOptions(tmp_path, tmp_path / "data.npz", tmp_path)
     found = [identity_of(options, one) for one in cases]

@@ -13,6 +13,7 @@ from audit.errors import CaptureError, DecodeError, TruthError
 from audit.evidence.case import Case
 from audit.evidence.device_data import read_truth
 from audit.evidence.updates import read_updates
+from fedcg.wire.artifacts.artifacts import artifact_id, pack, read_header
 from fedcg.wire.parts import Part
 from tests.support.audit import simulated_case, write_images, write_private, write_recording
 
@@ -73,6 +74,17 @@ def test_a_damaged_artifact_is_refused_by_its_name(recorded: tuple[Path, dict[st
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(DecodeError, match=f"{ids['client-2']} is damaged"):
         read_updates(folder)
+
+
+def test_another_clients_update_that_can_not_be_read_stops_nobodys_audit(recorded: tuple[Path, dict[str, str]]) -> None:
+    folder, ids = recorded
+    path = folder / "artifacts" / ids["client-2"]
+    other = pack(read_header(path.read_bytes()), {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
+    path.unlink()
+    (folder / "artifacts" / artifact_id(other)).write_bytes(other)
+    assert sorted(read_updates(folder).view("client-1").others) == ["client-3"]
+    with pytest.raises(DecodeError, match="the update of client-2"):
+        read_updates(folder).view("client-2")
 
 
 def test_an_update_of_another_codec_is_refused(recorded: tuple[Path, dict[str, str]], tmp_path: Path) -> None:

@@ -491,3 +491,10 @@ def test_a_piece_of_a_private_tensor_is_found_too() -> None:
 def test_constant_tensors_give_no_needle() -> None:
     ones = (PrivateTensor("client-1", "discriminator/norm.weight", np.ones(400, dtype=np.float32)),)
     assert find_bytes({"frame": np.ones(1000, dtype=np.float32).tobytes()}, ones) == []
+
+
+def test_a_small_tensor_beside_a_huge_one_is_still_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("audit.recording.copied_rows._MOST_RUNS", 10)
+    drawn = np.random.default_rng(3)
+    small = drawn.normal(size=(1, 64))
+    assert copied_rows([planted(small[0] * 2)], [drawn.normal(size=(40, 128)), small]).keys() == {(0, 1)}

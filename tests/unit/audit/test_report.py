@@ -55,6 +55,12 @@ def test_what_was_not_measured_or_not_proven_does_not_pass() -> None:
     assert "positive control of x failed" in verdict.why
 
 
+def test_no_gate_passes_beside_an_attack_that_ended_with_an_error() -> None:
+    failed = Outcome.failure("membership", ValueError("out of memory"))
+    (verdict,) = judge(parse_gate("mia_auc<0.63"), [Outcome("image_generator", (VALUE,)), failed])
+    assert (verdict.passed, verdict.why) == (False, "inconclusive, membership failed: ValueError: out of memory")
+
+
 def test_a_control_of_one_figure_does_not_speak_for_another() -> None:
     gain = Interval(0.0, -0.01, 0.01)
     failed, passed = (
@@ -108,6 +114,11 @@ def test_the_gradient_of_a_batch_is_not_what_left() -> None:
     assert _found(Outcome("x", (batch,))).result is Result.HYPOTHETICAL
     found = _found(Outcome("x", (batch, figure("reid", Interval(0.0, -0.1, 0.1)))))
     assert (found.result, found.headline) == (Result.HYPOTHETICAL, batch)
+    assert found.words.endswith("; the update itself: no better than guessing")
+    broken = (Control("c", 0.1, "over 0.9", passed=False),)
+    found = _found(Outcome("x", (batch, figure("reid", Interval(0.0, -0.1, 0.1))), broken))
+    assert found.words.endswith("; the update itself: inconclusive: the positive control failed")
+    assert (found.is_inconclusive, _found(Outcome("x", (batch,))).is_inconclusive) == (True, False)
 
 
 def _with(p: float | None, *, gain: float = 0.03, setting: str = "a") -> Figure:

@@ -18,7 +18,7 @@ from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from audit.techniques.simulated_clients import ROUNDS, THIS_ROUND, Plan, simulated_clients
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, Report
 from tests.support.audit import WHOLE_MODEL, carried_out, outcome_of, simulated_case
 from tests.support.present import present
 
@@ -316,6 +316,21 @@ def test_labels_leak_unless_the_classifier_is_sent_without_the_prior(balance: st
     distance = {name: float((one[0] - true).abs().sum()) for name, one in found.items()}
     assert (distance["responses"] < distance["adjusted"]) == least
     assert set(distance) >= {"bias", "bias, standardised"}
+
+
+def test_reported_label_counts_are_a_leak_and_the_others_updates_alone_are_none() -> None:
+    case = skewed("fedcg")
+    counts = tuple(case.truth.train.label_counts())
+    told = replace(case.view, report=case.view.report.model_copy(update={"label_counts": counts}))
+    outcome = carried_out("labels", replace(case, view=told))
+    exact = next(one for one in outcome.figures if one.setting == "whole update, label counts as reported")
+    assert exact.value.value == pytest.approx(0, abs=1e-5)
+    assert present(exact.p) < 0.01
+    silent = replace(
+        case.view, update={part: case.view.before.parts[part] for part in case.view.update}, report=Report()
+    )
+    quiet = carried_out("labels", replace(case, view=silent))
+    assert all(one.gain.value <= 1e-6 for one in quiet.figures if one.setting.endswith("together"))
 
 
 def test_the_bias_readings_are_softmax_of_the_change() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from audit.attacks.attack import Effort, get_attack
+from audit.attacks.attack import Effort, ceiling_control, get_attack
 from audit.attacks.class_inference import target_class
 from audit.choices import ATTACKS
 from audit.evidence import Case, Knowledge
@@ -49,8 +49,23 @@ def test_the_gradient_of_a_rounds_only_step_is_its_update_unless_dp_sgd_adds_noi
     spec = case.view.spec.model_copy(update={"params": {**case.view.spec.params, "steps": 1}})
     short = seen(spec=spec)(case)
     for one, is_of_update in ((case, False), (short, True), (true(privacy=None)(short), False)):
-        outcome = replace(attack("x"), carry_out=lambda _: [found, single]).run(one, Effort.QUICK, lambda done, total: None)
+        outcome = replace(attack("x"), carry_out=lambda _: [found, single]).run(
+            one, Effort.QUICK, lambda done, total: None
+        )
         assert [one.is_of_update for one in outcome.figures] == [is_of_update, False]
+
+
+@pytest.mark.parametrize(("chances", "passed"), [((0.4, 0.02), False), ((0.4, 0.03), True)])
+def test_an_estimated_extractor_proves_nothing_where_the_devices_own_finds_more(
+    chances: tuple[float, ...], passed: bool
+) -> None:
+    case = simulated_case(**WITH_GENERATOR)
+    (control,) = ceiling_control(case, "mia_auc", 0.7, chances)  # of two figures: 0.02 counts as 0.04
+    assert (control.passed, control.figure) == (passed, "mia_auc")  # type: ignore[union-attr]
+    assert list(ceiling_control(case, "mia_auc", 0.0, [])) == [
+        "Whether the device's own extractor would find more is not known: give --private."
+    ]
+    assert not list(ceiling_control(simulated_case(**WHOLE_MODEL), "mia_auc", 0.7, chances))
 
 
 def test_every_attack_is_tried_here_but_the_one_that_a_quick_audit_leaves_out() -> None:

@@ -108,6 +108,20 @@ def test_without_a_leak_the_worst_image_is_seldom_unlikely() -> None:
     assert ((np.array(found)[:, None] < [0.01, 0.001]).sum(0) <= [15, 4]).all()
 
 
+def test_a_rare_class_of_other_distances_is_no_leak() -> None:
+    """One image in twenty is of a class whose scores are 6 higher; seeds 1 to 300."""
+    found = []
+    for seed in range(1, 301):
+        drawn = np.random.default_rng(seed)
+        labels, known_labels = (drawn.random(count) < 0.05 for count in (400, 500))
+        scores, known = (drawn.exponential(size=len(some)) + 6 * some for some in (labels, known_labels))
+        alike = generator_memory.standardised_by_class(scores, labels, known, known_labels)
+        found.append(generator_memory.worst_figure("x", (), alike, 300))
+    assert sum(present(one.p) < 0.01 for one in found) <= 9
+    few = generator_memory.standardised_by_class(np.ones(1), np.ones(1), np.arange(4.0), np.array([0, 0, 0, 1]))
+    assert few[0] == pytest.approx(-0.5)  # one known image of the class: median 1.5 and mean deviation 1 of all
+
+
 def test_the_controls_fail_when_the_distances_and_the_decoder_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cdist", lambda some, others: torch.ones(len(some), len(others)))
     monkeypatch.setattr("audit.techniques.image_decoder.ImageGenerator", BlankDecoder)

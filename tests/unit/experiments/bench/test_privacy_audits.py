@@ -12,7 +12,7 @@ from audit.attacks.attack import Effort
 from audit.evidence import inputs_and_features
 from audit.recording.leakage import WireTensor, compare, private_tensors
 from experiments.bench.planted_leaks import PLANTS, as_sent
-from experiments.bench.privacy_audits import lines, rates, smallest, swapped, write_detection
+from experiments.bench.privacy_audits import lines, missed, rates, smallest, swapped, write_detection
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 from tests.support.audit import WITH_GENERATOR, simulated_case, write_images, write_private
@@ -75,6 +75,10 @@ def test_the_smallest_leak_is_interpolated_where_four_of_five_plants_are_found(
     # 60 % at 0.6 and 100 % at 0.7: 80 % half-way.
     assert found == {"attack": "membership", "images": 90, "figure": "mia_auc", "leak": 0.65, "plants": 20}
     assert list(smallest(rates(rows[1:]))) == [{**found, "leak": 0.7}]  # too few at the weaker strength
+    assert list(missed(rates(rows[:20]))) == [
+        {"attack": name, "images": 90, "plant": "overfit classifier", "found": count, "of": 20}
+        for name, count in (("membership", 12), ("reidentification", 0))
+    ]
     line = "| overfit classifier 0, 90 images | membership | 12 of 20 | 36% to 81% | mia_auc 0.6 |"
     assert line in list(lines(rates(rows)))
     monkeypatch.setattr(audit, "__file__", str(tmp_path / "__init__.py"))
