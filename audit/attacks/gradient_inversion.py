@@ -8,7 +8,7 @@ The rank of an observation's Jacobian at an image is the number of pixels that i
 reconstruction.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
-from audit.measures import Control, Figure, Measure, Pictures, Reconstructions, trivial_images, unit_pixels
+from audit.measures import Control, Figure, Pictures, Reconstructions, trivial_images, unit_pixels
 from audit.techniques import gradients
 from audit.techniques.gradients import Search, Start, search
 from audit.techniques.image_decoder import PrincipalComponents
@@ -30,40 +30,7 @@ from fedcg.learning.seeds import Streams
 from fedcg.values import Value
 from fedcg.wire.parts import Part
 
-RANK_TOLERANCE = 1e-6  # relative to the largest singular value; the observed numbers are float32
-MAX_PIXELS = 4096  # above this, singular values of pixels x pixels take minutes and gigabytes
-_OVERSAMPLED = 16
-_ROWS_AT_ONCE = 64
-
-Observation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 Parts = Mapping[Part, Weights]
-
-
-def pixel_rank(observation: Observation, pixels: torch.Tensor, stream: torch.Generator) -> int:
-    """Return the rank of ∂ observation / ∂ pixels: singular values above `RANK_TOLERANCE` times the largest.
-
-    With more observed numbers than pixels, the Jacobian is multiplied from the left by a Gaussian matrix with 16 rows
-    more than pixels, which preserves the rank.
-
-    Args:
-        observation: differentiable; [1, C, H, W] -> tensors of any shape.
-        pixels: [1, C, H, W].
-        stream: for the Gaussian matrix.
-    """
-    place = pixels.clone().requires_grad_()
-    seen = torch.cat([part.flatten() for part in observation(place)])
-    rows = min(len(seen), pixels.numel() + _OVERSAMPLED)
-    jacobian = torch.empty(rows, pixels.numel(), dtype=torch.float64)
-    for first in range(0, rows, _ROWS_AT_ONCE):
-        count = min(_ROWS_AT_ONCE, rows - first)
-        if rows == len(seen):
-            chosen = torch.eye(rows)[first : first + count]
-        else:
-            chosen = torch.randn(count, len(seen), generator=stream)
-        (slopes,) = torch.autograd.grad(seen, place, chosen, retain_graph=True, is_grads_batched=True)
-        jacobian[first : first + count] = slopes.flatten(1)
-    values = torch.linalg.svdvals(jacobian)
-    return int((values > RANK_TOLERANCE * values[0]).sum())
 
 
 # Weights of the total variation, chosen on CIFAR-10 with LeNet5: the right model, noise on the gradient, an estimated extractor.
@@ -76,7 +43,6 @@ _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
 _GENERATED = 64
 _WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
-_RANK = Measure("rank", "Pixels that a gradient can determine", "share")
 
 
 class Match(str, Enum):
@@ -316,30 +282,6 @@ def _controls(results: Sequence[Result]) -> Iterator[Control]:
         )
 
 
-def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> Figure:
-    """Return the share of the pixels that one image's gradient determines, at the device's true model."""
-    view, true = case.view, case.model()
-    assert true is not None
-    model, whole = networks.whole_model(view.spec, true[Part.EXTRACTOR], true[Part.CLASSIFIER]), view.shares_extractor
-    shares = []
-    for row in range(len(images)):
-        label = images.labels[row : row + 1]
-
-        def seen(pixels: torch.Tensor, label: torch.Tensor = label) -> tuple[torch.Tensor, ...]:
-            if not whole:
-                return (model.features(pixels),)
-            return gradients.gradient(model, pixels, label, _WHOLE, create_graph=True)
-
-        pixels = unit_pixels(images.images[row : row + 1])
-        shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
-        tick()
-    value = measures.bootstrap(np.array(shares), streams.seed("bootstrap"))
-    # The classifier's gradient is a function of the features, and vice versa: both have the same rank.
-    setting = f"one image, {'whole model' if whole else 'classifier only'}: rank of the Jacobian"
-    used = {Knowledge.BATCH, Knowledge.BEFORE, *(() if whole else (Knowledge.PRIVATE,))}
-    return _RANK.figure(setting, used, value, ("no gradient, which determines no pixel", 0.0), len(shares), ceiling=1.0)
-
-
 def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick) -> Iterator[Result]:
     case, true, streams = trial.case, trial.case.model(), trial.streams
     assert true is not None
@@ -411,7 +353,6 @@ def _notes(results: Sequence[Result]) -> Iterator[str]:
         f"That noise scores {values['clamped noise']:.2f} dB here."
     )
     yield f"{diverged:.0%} of the searches diverged (the loss was not finite, or above its initial value)."
-    yield f"Rank: singular values above {RANK_TOLERANCE:g} times the largest; not computed for more than {MAX_PIXELS} pixels."
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
@@ -419,15 +360,11 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     order = torch.randperm(len(train), generator=streams.generator("images"))
     images = train.rows(order[: effort.of(16, 16, 32)])
     plan = [one for one in settings_of(case.view, effort) if one.rows <= len(images)]
-    ranked = effort.of(0, 1, 2) if case.view.shares_extractor else effort.of(1, 2, 4)
-    ranked *= int(np.prod(_form(case.view))) <= MAX_PIXELS
     prepared = len({(one.extractor, one.rows == 1) for one in plan})
-    tick = trial.steps(sum(one.searches(len(images)) for one in plan) + prepared + ranked)
+    tick = trial.steps(sum(one.searches(len(images)) for one in plan) + prepared)
     results = list(_results(trial, plan, images, tick))
     yield from _controls(results)
     yield from _figures(results, streams)
-    if ranked:
-        yield _rank_figure(case, images.rows(range(ranked)), streams.at("rank"), tick)
     yield from _pictures(results)
     yield from _notes(results)
 

@@ -1,4 +1,4 @@
-"""Membership: was this image in the client's training set? With the classifier alone, with the generator, and against the generator.
+"""Membership: was this image in the client's training set? From the classifier alone; `generator_memory` asks the generator.
 
 The attacker receives images without the flag, with equally many members and others of each class, so labels alone
 reveal nothing. Scores become AUC, true positive rates and ROC curves, which `image_generator` also uses.
@@ -17,15 +17,13 @@ from sklearn.metrics import roc_curve
 
 from audit import measures
 from audit.attacks.attack import Attack, Found, Tick, Trial, ceiling_control
-from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined
+from audit.evidence import Case, Extractor, Knowledge, Truth, View, joined
 from audit.measures import Chance, Control, Curve, Figure, Flags, Interval, Measure, Pictures, Values
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import ImageForm
-from fedcg.learning.training.batches import generate
 from fedcg.values import Value
 from fedcg.wire.parts import Part
 
@@ -177,79 +175,23 @@ def roc(members: Values, others: Values, points: int = 60) -> tuple[tuple[float,
     return tuple((float(false_rate[at]), float(true_rate[at])) for at in chosen)
 
 
-_FLOOR_IS = "the same without the update: a model of auxiliary images only, and their features instead of generated ones; or chance"
-_TINY = 1e-9
+_FLOOR_IS = "the same without the update: a model of auxiliary images only; or chance"
 _LIRA_MODELS = 8  # with fewer, a deviation per image is not a usable estimate
 _FEWEST, _SHOWN = 14, 8  # 2^-14 is the smallest probability of 14 pairs
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
-_PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' deviation
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
 
 
-def nearest_distance(
-    features: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, sample_labels: torch.Tensor
-) -> Values:
-    """Return Euclidean distances of features [N, D] to the nearest sample [M, D] of the same class, [N]; of any class if that has none."""
-    found = torch.empty(len(features))
-    for label in labels.unique():
-        rows, same = labels == label, sample_labels == label
-        found[rows] = torch.cdist(features[rows], samples[same] if bool(same.any()) else samples).amin(1)
-    return found.double().numpy()
-
-
-@torch.no_grad()
-def features_of(model: WholeModel, images: ImageSet) -> torch.Tensor:
-    """Return the features of images, [N, D]."""
-    return torch.cat([model.features(measures.unit_pixels(some)).flatten(1) for some in images.images.split(512)])
-
-
-class GeneratorDistance(Value):
-    """GAN-Leaks (Chen et al. 2020), calibrated: how much nearer the generator's samples are than real images.
-
-    Attributes:
-        samples: [M, D] features; `labels` [M] of them.
-    """
-
-    samples: torch.Tensor
-    labels: torch.Tensor
-
-    def __call__(self, target: Target, images: ImageSet, streams: Streams) -> Values:
-        """Return the distance to the nearest auxiliary image's features minus that to the nearest sample."""
-        near = nearest_distance(features_of(target.victim, images), images.labels, self.samples, self.labels)
-        found: Values = -to_auxiliary(target, images, streams) - near
-        return found
-
-    def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> Values:
-        """Return the log likelihood ratio of two normals: the sum of RMIA's log ratio and this score, in the population's deviations."""
-        total = np.zeros(len(images))
-        for score in (shadow_models.log_ratio, self):
-            usual = score(target, target.population, streams)
-            total += (score(target, images, streams) - usual.mean()) / (usual.std() + _TINY)
-        return total
-
-
-def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """Return the negative distance of the features to those of the nearest auxiliary image; needs no generator."""
-    known = target.shadows[0].seen
-    mine, theirs = (features_of(target.victim, some) for some in (images, known))
-    return -nearest_distance(mine, images.labels, theirs, known.labels)
-
-
-def _attempts(
-    target: Target, generator: GeneratorDistance | None
-) -> Iterator[tuple[str, Score, Score, frozenset[Knowledge]]]:
-    """Name, score, its substitute without the update, and additional knowledge."""
-    yield "ML-Leaks", ml_leaks, ml_leaks, frozenset()
+def _attempts(target: Target) -> Iterator[tuple[str, Score, frozenset[Knowledge]]]:
+    """Name, score, and additional knowledge."""
+    yield "ML-Leaks", ml_leaks, frozenset()
     if target.others is not None:
         beside = frozenset({Knowledge.OTHERS})
-        yield "PPIDSG's two shadow models", shadow_models.two_shadows, shadow_models.two_shadows, beside
-        yield "RMIA by other clients", shadow_models.rmia_by_others, shadow_models.rmia_by_others, beside
-    yield "RMIA", rmia, rmia, frozenset()
+        yield "PPIDSG's two shadow models", shadow_models.two_shadows, beside
+        yield "RMIA by other clients", shadow_models.rmia_by_others, beside
+    yield "RMIA", rmia, frozenset()
     if len(target.references) >= _LIRA_MODELS:
-        yield "LiRA, offline", shadow_models.lira_offline, shadow_models.lira_offline, frozenset()
-    if generator is not None:
-        yield "generator alone", generator, to_auxiliary, frozenset()
-        yield "RMIA and generator", generator.with_classifier, rmia, frozenset()
+        yield "LiRA, offline", shadow_models.lira_offline, frozenset()
 
 
 class _Prepared(Value):
@@ -261,7 +203,6 @@ class _Prepared(Value):
     blind: Shadow
     population: ImageSet
     candidates: ImageSet
-    per_class: int
     streams: Streams
     tick: Tick
 
@@ -269,16 +210,6 @@ class _Prepared(Value):
         """Return the target for scores, for a view."""
         some = self.shadows if shadows is None else shadows
         return shadow_models.target_of(view, source, some, self.population, self.streams, self.tick)
-
-    def generator(self) -> GeneratorDistance | None:
-        """Return the sent generator's samples, equally many per class; None if it was not sent."""
-        weights, spec = self.view.update.get(Part.GENERATOR), self.view.spec
-        if weights is None:
-            return None
-        labels = torch.arange(spec.class_count).repeat_interleave(self.per_class)
-        noise = torch.randn(len(labels), spec.network.noise_dim, generator=self.streams.generator("noise"))
-        samples = generate(load_part(spec, Part.GENERATOR, weights), noise, labels)
-        return GeneratorDistance(samples.flatten(1).detach(), labels)
 
 
 def _epochs_of(view: View, rows: int, most: int) -> int:
@@ -297,12 +228,12 @@ def _scores(prepared: _Prepared, source: Extractor) -> Iterator[MemberScores]:
     given = target if source.is_own else None
     if given is None and after is not None:
         given = prepared.target(view.with_private(after), Extractor.TRUE)
-    for name, score, trivial, beside in _attempts(target, prepared.generator()):
+    for name, score, beside in _attempts(target):
         yield MemberScores(
             f"{name}, extractor: {source.value}",
             frozenset(_USED) | source.knowledge | beside,
             score(target, images, streams),
-            trivial(blind, images, streams),
+            score(blind, images, streams),
             None if given is None else score(given, images, streams),
             _FLOOR_IS,
         )
@@ -329,24 +260,10 @@ def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
     if prepared.view.others:
         whole = replace(whole, others={"another client": learnt(known.rows(of_another)).update})
     target = prepared.target(whole, Extractor.SENT, shadows)
-    for name, score, *_ in _attempts(target, None):
+    for name, score, _ in _attempts(target):
         value = auc(score(target, members, streams), score(target, others, streams))
         title = f"{name} on a whole model after {_CONTROL_EPOCHS} epochs on {len(members)} images with random labels"
         yield _control(title, value)
-
-
-def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
-    """Test on a generator whose samples are the members' features."""
-    if Part.GENERATOR not in prepared.view.update:
-        return
-    source = Extractor.SENT if prepared.view.shares_extractor else Extractor.START
-    target, candidates = prepared.target(prepared.view, source, prepared.shadows[:1]), prepared.candidates
-    known = candidates.rows(torch.from_numpy(members.nonzero()[0]))
-    features = features_of(target.victim, known)
-    noise = torch.randn(features.shape, generator=prepared.streams.generator("planted"))
-    planted = GeneratorDistance(features + _PLANTED_NOISE * features.std() * noise, known.labels)
-    scores = planted(target, candidates, prepared.streams)
-    yield _control("GAN-Leaks on a generator whose samples are the members' features", auc(*sides(scores, members)))
 
 
 def _ceilings(
@@ -392,11 +309,9 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     view = replace(case.view, auxiliary=fit)
     epochs = _epochs_of(view, len(fit) // 2, effort.of(10, 60, 200))
     *shadows, blind = shadow_models.train_shadows(view, fit, count + 1, epochs, streams, tick)
-    per_class = effort.of(200, 1000, 5000)
-    prepared = _Prepared(case, view, tuple(shadows), blind, population, candidates, per_class, streams, tick)
+    prepared = _Prepared(case, view, tuple(shadows), blind, population, candidates, streams, tick)
     found = [one for source in sources for one in _scores(prepared, source)]
     yield from _overfitted(case.truth, prepared)
-    yield from _planted(prepared, members)
     trial.progress(steps, steps)
     for one in found:
         yield from membership_figures(one, members, candidates.labels, streams.seed("bootstrap"))
@@ -423,7 +338,7 @@ ATTACK = Attack(
     title="Membership of single images",
     question="Can an attacker who has an image find out whether the client trained on it?",
     source="Salem et al. 2019 (ML-Leaks); PPIDSG section 3; Zarifzadeh et al. 2024 (RMIA, offline); "
-    "Carlini et al. 2022 (LiRA, offline); Chen et al. 2020 (GAN-Leaks)",
+    "Carlini et al. 2022 (LiRA, offline)",
     carry_out=_carry_out,
     parts=frozenset({Part.CLASSIFIER}),
     auxiliary=True,

@@ -166,9 +166,7 @@ PLANTS: Mapping[str, Plant] = {
     "image in columns": Plant(image_in_columns, (0.5, 0.2, 0.0), {"memorisation": ""}),
     "scaled rows": Plant(scaled_rows, (0.5, 0.2, 0.0), {}),
     "coded rows": Plant(coded_rows, (2, 3, 8), {}),
-    "memorised features": Plant(
-        memorised_features, (0.5, 0.2, 0.05), {"memorisation": "memory_worst", "membership": ""}
-    ),
+    "memorised features": Plant(memorised_features, (0.5, 0.2, 0.05), {"memorisation": "memory_worst"}),
     "class counts": Plant(class_counts, (0, 1e-4, 0.1), {"labels": ""}),
     "faded classifier": Plant(faded, (0, 0.02, 0.1, 0.5), {"labels": "label_l1"}),
     "overfit classifier": Plant(overfit, (0, 20, 60, 200), {"membership": "mia_auc", "reidentification": "reid"}),

@@ -150,7 +150,7 @@ class ClassAccuracies(BaseModel, frozen=True, extra="forbid"):
         return all(one is None or len(one) == classes for one in (self.accuracy, self.shadow, self.downloaded))
 
 
-AuditFigure = Literal["label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_recognised",
+AuditFigure = Literal["label_l1", "label_accuracy", "psnr", "ssim", "reid", "mia_auc", "mia_tpr", "class_recognised",
                       "class_ssim", "memory_auc", "memory_worst", "inverter_psnr", "inverter_ssim", "epsilon"]  # fmt: skip
 """The figures of an audit, as gates and reports name them."""
 MAX_GAIN = 1e6

@@ -318,7 +318,10 @@ def test_labels_leak_unless_the_classifier_is_sent_without_the_prior(balance: st
     assert set(distance) >= {"bias", "bias, standardised"}
 
 
-def test_reported_label_counts_are_a_leak_and_the_others_updates_alone_are_none() -> None:
+def test_reported_label_counts_are_a_leak_and_the_others_updates_alone_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Plan, "of", lambda *_: None)  # no simulated clients
     case = skewed("fedcg")
     counts = tuple(case.truth.train.label_counts())
     told = replace(case.view, report=case.view.report.model_copy(update={"label_counts": counts}))
