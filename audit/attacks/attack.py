@@ -143,7 +143,8 @@ class Attack(Value):
         )
 
 
-NOTHING_TO_FIND = 0.05
+NOTHING_TO_FIND = 0.01
+"""A chance above it is no finding. A larger one would end one gate in twenty on updates without a leak."""
 _NO_CEILING = "Whether the device's own extractor would find more is not known: give --private."
 
 

@@ -163,10 +163,12 @@ def _distances(guesses: Iterable[torch.Tensor], truths: Values) -> Values:
     return found
 
 
-def chances(guesses: Shares, trivial: Shares, true: Values, examples: int, seed: int) -> dict[str, Chance]:
+def chances(
+    guesses: Shares, trivial: Shares, true: Values, examples: int, seed: int, unchanged: Shares | None = None
+) -> dict[str, Chance]:
     """Return the probability of at least this gain over the floor for each guess [C]: the largest over the attacker's possible beliefs.
 
-    The smallest that the test can give is that of the exact shares.
+    The smallest that the test can give is that of the exact shares. `unchanged` are further floors, each of one guess.
     """
     tried = {**guesses, "": torch.from_numpy(true)}  # the last: a perfect attack
     found = dict.fromkeys(tried, 0.0)
@@ -174,7 +176,9 @@ def chances(guesses: Shares, trivial: Shares, true: Values, examples: int, seed:
         truths = np.vstack([true, drawn_truths(centre, trivial, true, examples, seed)])
         floors = _distances(trivial.values(), truths)
         for name, guess in tried.items():
-            gains = floors - _distances([guess], truths)
+            own = (unchanged or {}).get(name)
+            floor = floors if own is None else np.minimum(floors, _distances([own], truths))
+            gains = floor - _distances([guess], truths)
             found[name] = float(np.maximum(found[name], chance_in(gains[0], gains[1:])))
     return {name: Chance(found[name], found[""]) for name in guesses}
 
@@ -198,12 +202,21 @@ def _batch_chance(guesses: Counts, trivial: Sequence[Counts], truths: Counts, se
     return chance_in(float(gains[0]), gains[1:])
 
 
-def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Figure]:
-    """Score the whole-update guesses against the truth; intervals cover other draws of as many images with the same shares."""
+def update_figures(case: Case, guesses: Shares, trivial: Shares, unchanged: Shares | None = None) -> Iterator[Figure]:
+    """Score the whole-update guesses against the truth; intervals cover other draws of as many images with the same shares.
+
+    Args:
+        case: of the audit.
+        guesses: [clients, C] by reading, the audited one first.
+        trivial: guesses without the update, [C].
+        unchanged: by reading, what it gives if the device had sent the aggregate before the round, [C]: then only the
+            others' updates speak. A floor of that reading alone.
+    """
+    unchanged = unchanged or {}
     rows = nn.functional.one_hot(case.truth.train.labels, case.view.spec.class_count).double().numpy()
     true, seed = rows.mean(0), case.streams.seed("labels", "bootstrap")
-    best = min(trivial, key=lambda name: _distance(trivial[name], true))
-    likely = chances({name: guess[0] for name, guess in guesses.items()}, trivial, true, len(rows), seed)
+    readings = {name: guess[0] for name, guess in guesses.items()}
+    likely = chances(readings, trivial, true, len(rows), seed, unchanged)
 
     def interval(statistic: Callable[[Values], float]) -> Interval:
         # Resamples are never nearer to equal shares than the data: keep the value inside the interval.
@@ -211,13 +224,15 @@ def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Fig
         return Interval(found.value, min(found.low, found.value), max(found.high, found.value))
 
     def figure(name: str, guess: torch.Tensor) -> Figure:
+        floors = {**trivial, **({_OTHERS_ALONE: unchanged[name]} if name in unchanged else {})}
+        best = min(floors, key=lambda one: _distance(floors[one], true))
         return _L1.figure(
             f"whole update, {name}",
             (*_WHOLE, *knowledge(name)),
             interval(lambda shares: _distance(guess, shares)),
-            (best, _distance(trivial[best], true)),
+            (best, _distance(floors[best], true)),
             len(rows),
-            gain=interval(lambda shares: _distance(trivial[best], shares) - _distance(guess, shares)),
+            gain=interval(lambda shares: _distance(floors[best], shares) - _distance(guess, shares)),
             ceiling=None if case.view.report.label_counts is None else 0.0,
             chance=likely[name],
         )
@@ -336,16 +351,15 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     clients = simulated_clients(case.view, plan, streams.at("simulated"), tick)
     guesses = {} if clients is None else dict(clients.inferred())
     leading = next(iter(guesses), HEADLINE)
-    guesses |= inferred(case.view, streams, *_shadow_work(effort), tick)
-    if case.view.others:
-        trivial[_OTHERS_ALONE] = guesses[HEADLINE][-1]
-        if clients is not None:
-            unchanged = clients.inferred([one.before.parts for one in clients.rounds])
-            trivial[f"{_OTHERS_ALONE}, {leading}"] = unchanged[leading][0]
+    blind = {} if clients is None else clients.inferred([one.before.parts for one in clients.rounds])
+    unchanged = {name: shares[0] for name, shares in blind.items()}
+    found = inferred(case.view, streams, *_shadow_work(effort), tick)
+    unchanged |= {name: shares[-1] for name, shares in found.items()}
+    guesses |= found
     if case.view.report.label_counts is not None:
         counts = torch.tensor(case.view.report.label_counts, dtype=torch.float32)
         guesses["label counts as reported"] = (counts / counts.sum())[None]
-    headline, *others = update_figures(case, guesses, trivial)
+    headline, *others = update_figures(case, guesses, trivial, unchanged)
     yield headline
     yield from others
     for size in sizes:
@@ -355,7 +369,11 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield headline_control(case, effort, tick, clients)
     tick()
     true, guess = _shares_of(case.truth.train), guesses[leading][0]
-    lines = {"true": true, "inferred": guess, headline.floor_is: trivial[headline.floor_is]}
+    lines = {
+        "true": true,
+        "inferred": guess,
+        headline.floor_is: {**trivial, _OTHERS_ALONE: unchanged[leading]}[headline.floor_is],
+    }
     points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
     yield Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
     yield from _notes(headline, guess, true)

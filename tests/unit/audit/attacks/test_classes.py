@@ -123,7 +123,7 @@ def test_judges_recognise_real_images_of_a_class_and_depend_on_their_own_images_
 @pytest.mark.slow
 def test_the_classifier_alone_needs_an_estimated_extractor_and_says_so() -> None:
     case = simulated_case(method="fedsplit", data="digits", images_per_client=200, local_epochs=4)
-    for figure in attacked(case).figures:
+    for figure in (one for one in attacked(case).figures if one.is_possible):
         assert "surrogate" in figure.setting
         assert Knowledge.AUXILIARY in figure.knowledge
         assert Knowledge.PRIVATE not in figure.knowledge
@@ -226,7 +226,8 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     outcome = carried_out("labels", skewed(method))
     shares = figure(outcome, "label_l1", HEADLINE)
     assert (outcome.figures[0].setting, outcome.figures[1]) == (f"whole update, {THIS_ROUND}", shares)
-    assert outcome.figures[0].gain.low > 0.1
+    # Two of three clients hold the classes that the third lacks: for FedCG's simulated clients they alone tell as much.
+    assert (outcome.figures[0].gain.low > 0.1) == (method != "fedcg")
     assert shares.knowledge == (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
     assert shares.gain.low > 0.1
     assert present(shares.p) < 0.01
@@ -375,7 +376,7 @@ def test_the_two_class_control_fails_with_broken_readings(method: str, monkeypat
     assert label_distribution.headline_control(case, Effort.QUICK, lambda: None).passed
     flat = torch.full((10,), 0.1)
     monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: flat)
-    monkeypatch.setattr(class_shares, "by_responses", lambda view, sent, *_, **__: (flat.expand(len(sent), 10), 0.0))
+    monkeypatch.setattr(class_shares, "by_responses", lambda *_, **__: lambda sent: (flat.expand(len(sent), 10), 0.0))
     assert not label_distribution.headline_control(case, Effort.QUICK, lambda: None).passed
 
 
