@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fedcg.errors import FAILED
+from fedcg.errors import FAILED, NOT_MET
 from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import table
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from audit.recording.leakage import PrivateTensor
 
 app = typer.Typer(no_args_is_help=True, help="Independently record what leaves the devices, and attack it.")
-GATE_EXIT = 3  # a gate failed
 
 
 @app.command()
@@ -71,7 +70,7 @@ def compare(
 
     The files' extractor, discriminator and what the method keeps private count, and their change from file to file.
     Rows and columns are found at any position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
-    bits. Exit code 1 if something leaked, was missed by the observer or can't be decoded. The output states what this check does not see.
+    bits. Exit code 8 if something leaked, was missed by the observer or can't be decoded. The output states what this check does not see.
 
     Example: fedcg audit compare --observed record --private /var/lib/fedcg/agent --data /data/images
     """
@@ -83,7 +82,7 @@ def compare(
 
         more = inputs_and_features(read_updates(observed).spec, data, private)
     result = check_recording(observed, private, more)
-    return result.record(), result.summary(), 0 if result.is_clean else FAILED
+    return result.record(), result.summary(), 0 if result.is_clean else NOT_MET
 
 
 @app.command()
@@ -129,14 +128,14 @@ def run(
     processes: Annotated[int | None, typer.Option(min=1, help="parallel attacks; default: one per CPU")] = None,
     gate: Annotated[
         str,
-        typer.Option(help="bounds, e.g. mia_auc<0.75 (take bounds from your own reports); exit code 3 if one fails"),
+        typer.Option(help="bounds, e.g. mia_auc<0.75 (take bounds from your own reports); exit code 8 if one fails"),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="discard the audit in the folder")] = False,
 ) -> Result:
     """Attack the update of a device in a round, and report what leaked.
 
     The report lists the attacks that were tried, their gain over the best guess, and the attacks that were not tried.
-    Exit code 3 if a gate failed, 1 if an attack failed to run. The report contains images of the device and is for the
+    Exit code 8 if a gate failed, 1 if an attack failed to run. The report contains images of the device and is for the
     device's owner.
 
     Example: fedcg audit run --updates record --data /data/images --out report --effort quick
@@ -160,7 +159,7 @@ def run(
         for verdict in done.verdicts
     ]
     is_beyond = not all(verdict.passed for verdict in done.verdicts)
-    code = GATE_EXIT if is_beyond else FAILED if done.failed else 0
+    code = NOT_MET if is_beyond else FAILED if done.failed else 0
     lines.append(f"the audit took {done.report['subject']['seconds']:.0f} s; report: {out / PAGE_FILE}")
     return done.report, "\n".join(lines), code
 

@@ -1,7 +1,7 @@
 """The errors that end a command; `fedcg.cli` turns them into exit codes.
 
 Exit codes, the same for every command: 0 done, 1 failed while running, 2 bad input, 3 no answer in time, 4 not connected or not
-allowed, 5 already running, 6 already exists, 7 not found, 130 interrupted.
+allowed, 5 already running, 6 already exists, 7 not found, 8 a leak or an unmet gate, 130 interrupted.
 
 FedcgError              1: failed while running
 ├── BadInputError       2: bad input; options that the command refuses
@@ -16,7 +16,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND = 1, 2, 3, 4, 5, 6, 7
+FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND, NOT_MET = 1, 2, 3, 4, 5, 6, 7, 8
 NEXT_STEPS = {
     FAILED: "run it again with --debug for the details",
     BAD_INPUT: "correct the input; --help lists what the command takes",
@@ -25,6 +25,7 @@ NEXT_STEPS = {
     ALREADY_RUNNING: "stop the running one first",
     EXISTS: "choose another name or place, or use the existing one",
     NOT_FOUND: "check the name or path; the commands `list` and `status` show the existing names",
+    NOT_MET: "read what the audit found; trying again does not change it",
 }
 """The next step for errors that do not name one, by exit code."""
 _PACKAGES = frozenset({"audit", "coordinator", "devices", "edge_client", "experiments", "export", "fedcg"})

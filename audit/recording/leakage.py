@@ -189,9 +189,9 @@ def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
 """Private in every method; `check_recording` adds those of the recorded federation's method."""
 UNSEEN = (
-    "This check does not see numbers that were transformed one by one, non-linearly or by a ramp, left out, mixed, spread over many "
-    "tensors or reordered within a row, rows of fewer than 24 numbers, pieces of fewer than 95, features of other layers, text in "
-    "headers, nor low bits: one free bit in each weight is a channel."
+    "This check does not see numbers that were transformed one by one, non-linearly or by a ramp, left out, repeated, interleaved, "
+    "pasted as a block, mixed, spread over many tensors or reordered within a row, labels, class counts and a device's other classifiers, rows of fewer than 24 "
+    "numbers, pieces of fewer than 95, features of other layers, text in headers, nor low bits: one free bit in each weight is a channel."
 )
 
 
@@ -208,7 +208,7 @@ class Check(Value):
     """
 
     artifacts: int
-    undecoded: int
+    undecoded: tuple[str, ...]
     wire_tensors: int
     private_tensors: int
     too_short: int
@@ -242,7 +242,7 @@ class Check(Value):
             f"\n{count} tensors are differences from aggregate {base}, which was not recorded: only compared as differences"
             for base, count in sorted(self.without_base.items())
         )
-        missed += f"\n{self.undecoded} artifacts can't be decoded: nothing is known of them" * bool(self.undecoded)
+        missed += "".join(f"\nartifact {one[:12]} can't be decoded: nothing is known of it" for one in self.undecoded)
         missed += "".join(f"\nthe recording has gaps, of which nothing is known: {one}" for one in self.gaps)
         sealed = f"\n{self.sealed}" if self.sealed.tensors else ""
         places = Counter((match.artifact, match.tensor) for match in self.matches)
@@ -285,7 +285,9 @@ def private_tensors(files: Iterable[Path], parts: frozenset[str] = PRIVATE_PARTS
                 if parts & set(key.replace(".", "/").split("/"))
             ]
         except (OSError, SafetensorError, TypeError) as error:  # numpy has no bfloat16
-            raise DecodeError(f"{path} can't be read as safetensors: {error}") from error
+            raise DecodeError(
+                f"{path} can't be read as safetensors: {error}; give an agent's store, or a safetensors file"
+            ) from error
         if not found:
             raise DecodeError(f"{path} holds no tensor of a private part ({', '.join(sorted(parts))})")
         tensors.extend(found)
@@ -364,7 +366,7 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
     for artifact, data in blobs.items():
         with suppress(WireError):  # a spec, and bytes that can't be decoded, are still searched as raw bytes
             inspections[artifact] = inspect(data)
-    undecoded = sum(name not in inspections and not is_spec(data) for name, data in blobs.items())
+    undecoded = tuple(name for name, data in blobs.items() if name not in inspections and not is_spec(data))
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     secrets = [*weights, *more]

@@ -17,8 +17,8 @@ not changed.
 `bias` is plain removal: the last bias is sent unchanged, as in the aggregate.
 
 A finished update is clipped, noised and pruned, in this order. These act on its difference to the round's starting
-aggregate. Integer tensors (batch norm's counters) are sent unchanged. Label counts get separate noise. Noise comes from
-explicit generators, in the order of parts and names.
+aggregate. Batch norm's counters are always sent as 0, since they count a client's images. Label counts get separate
+noise. Noise comes from explicit generators, in the order of parts and names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -177,7 +177,7 @@ def protected_round(
 
 
 def _as_promised(result: LocalResult, method: Method, ctx: RoundContext) -> LocalResult:
-    """Check a method's result against its payload here, because later checks can't name the cause."""
+    """Check a method's result against its payload here, because later checks can't name the cause, and reset batch norm's counters."""
     wanted, shared = ctx.spec.shared_in(ctx.round), result.shared.parts
     faults = [f"lacks {part.value}" for part in sorted(wanted - shared.keys())]
     faults += [
@@ -198,7 +198,18 @@ def _as_promised(result: LocalResult, method: Method, ctx: RoundContext) -> Loca
             faults.append(f"has in {part.value} {others or 'nothing'} instead of {due or 'nothing'}")
     if faults:
         raise ExtensionError(f"method {method.name}: the result of local_round {'; '.join(faults)}")
-    return result
+    return replace(result, shared=SharedResult(_without_counters(shared)))
+
+
+def _without_counters(parts: Parts) -> Parts:
+    """The parts with batch norm's counters of batches at 0: they have no effect and would tell how many images the client has."""
+    return {
+        part: {
+            name: torch.zeros_like(one) if name.endswith("num_batches_tracked") else one
+            for name, one in weights.items()
+        }
+        for part, weights in parts.items()
+    }
 
 
 def _with_bias(parts: Parts, bias: str, numbers: torch.Tensor) -> Parts:

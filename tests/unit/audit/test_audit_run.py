@@ -15,7 +15,7 @@ from audit.evidence.case import Earlier
 from audit.measures import Outcome
 from audit.report import judge
 from audit.run import AuditFolder, AuditOptions, carry_out, identity_of
-from fedcg.errors import BAD_INPUT
+from fedcg.errors import BAD_INPUT, NOT_MET
 from tests.support.audit import attack, audit_command, simulated_case, write_case
 from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.present import present
@@ -30,10 +30,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, tmp_path: Path) -> None:
+def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_8(place: Path, tmp_path: Path) -> None:
     gates = "label_l1_gain<0.01,label_l1_gain<3,mia_auc<0.6"
     done = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--gate", gates, "--json"))
-    assert done.exit_code == 3, done.output
+    assert done.exit_code == NOT_MET, done.output
     report = data_of(done.stdout)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert [verdict["passed"] for verdict in report["gates"]] == [False, True, False]

@@ -337,6 +337,16 @@ def test_reported_label_counts_are_a_leak_and_the_others_updates_alone_are_none(
     assert all(one.gain.value <= 1e-6 for one in quiet.figures if one.setting.endswith("together"))
 
 
+def test_a_class_whose_bias_rises_alone_is_named() -> None:
+    case = simulated_case(method="fedsplit")
+    before = case.view.before.parts[Part.CLASSIFIER]
+    moved = torch.tensor([0.01, -0.01, 0.01, -0.02, 0.01, 0.08, 0.0, -0.01, 0.02, 0.01])
+    view = replace(case.view, update={Part.CLASSIFIER: {**before, "5.bias": before["5.bias"] + moved}})
+    (note,) = label_distribution.absent_classes(view)
+    assert f"rose for {case.view.spec.classes[5]} far more" in note
+    assert not list(label_distribution.absent_classes(replace(view, update={Part.CLASSIFIER: before})))
+
+
 def test_the_bias_readings_are_softmax_of_the_change() -> None:
     case = simulated_case(method="fedsplit")
     before = case.view.before.parts[Part.CLASSIFIER]

@@ -281,4 +281,14 @@ def test_settings_refuse_unknown_fields_and_need_no_torch() -> None:
 def test_without_mechanisms_a_round_is_the_methods_own() -> None:
     spec, method, data = quick_spec("local"), get_method("local"), bright_images(8, 0)
     state, own = method.init_client(spec, initial_parts(spec, b"cohort")), local_round_of(spec, data)
-    assert protected_round(replace(method, local_round=lambda *given: own), state, data, None, context(spec)) is own
+    done = protected_round(replace(method, local_round=lambda *given: own), state, data, None, context(spec))
+    assert (done.private, done.report, done.shared) == (own.private, own.report, own.shared)
+    assert done.private is own.private
+
+
+def test_batch_norms_counters_do_not_tell_the_number_of_images() -> None:
+    spec, method, data = quick_spec("fedcg"), get_method("fedcg"), bright_images(8, 0)
+    state = method.init_client(spec, initial_parts(spec, b"cohort"))
+    done = protected_round(method, state, data, Aggregate(dict(state.parts)), context(spec))
+    name = "body.1.num_batches_tracked"
+    assert int(done.private.parts[Part.GENERATOR][name]) > int(done.shared.parts[Part.GENERATOR][name]) == 0
