@@ -68,7 +68,7 @@ def compare(
 ) -> Result:
     """Compare every recorded tensor with every private tensor: as values, as a delta, row by row and as raw bytes.
 
-    The files' extractor, discriminator and what the method keeps private count, and their change from file to file.
+    The files' extractor, discriminator, shadow model and what the method keeps private count, and their change from file to file.
     Rows and columns are found at any position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
     bits. Exit code 8 if something leaked, was missed by the observer or can't be decoded. The output states what this check does not see.
 

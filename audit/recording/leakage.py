@@ -186,8 +186,8 @@ def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return np.asarray((words * np.uint32(2654435761)) >> np.uint32(32 - _HASH_BITS), dtype=np.uint32)
 
 
-PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
-"""Private in every method; `check_recording` adds those of the recorded federation's method."""
+PRIVATE_PARTS = frozenset({"extractor", "discriminator", "shadow"})
+"""Private in every method; `check_recording` adds those of the recorded federation's method. `shadow` is a device's model without the federation."""
 UNSEEN = (
     "This check does not see numbers that were transformed one by one, non-linearly or by a ramp, left out, repeated, interleaved, "
     "pasted as a block, mixed, spread over many tensors or reordered within a row, labels, class counts and a device's other classifiers, rows of fewer than 24 "
@@ -334,6 +334,12 @@ def _without_base(inspections: Mapping[str, Inspection]) -> Counter[str]:
     return +missed
 
 
+def _is_akin(match: Match) -> bool:
+    """Whether a sent tensor resembles that of the device's shadow model of the same part: both were trained from one start on the same images."""
+    names = match.private.split("/")
+    return "shadow" in names and match.tensor.split("/")[0] in names
+
+
 def check_recording(observed: Path, private: Iterable[Path], more: Sequence[PrivateTensor] = ()) -> Check:
     """Compare an observer's whole recording with private weights, their changes from file to file, and `more` private numbers.
 
@@ -370,7 +376,7 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     secrets = [*weights, *more]
-    matches = compare(seen, secrets) + find_bytes(payloads, secrets)
+    matches = [one for one in compare(seen, secrets) if not _is_akin(one)] + find_bytes(payloads, secrets)
     sealed = SealedBits.of([worst for one in inspections.values() for worst in worst_bits(one).values()])
     short = len(secrets) - searchable([one.value for one in secrets])
     missed = tuple(one for one in gaps(observed / WIRE_FILE) if not one.endswith(("decoded", "were not recorded")))

@@ -227,6 +227,15 @@ def test_a_recording_is_checked_against_private_weights(wire: Recording, tmp_pat
     assert UNSEEN in check.summary()
 
 
+@pytest.mark.parametrize(("part", "leaks"), [(Part.GENERATOR, True), (Part.CLASSIFIER, False)])
+def test_the_shadow_model_is_private_and_may_resemble_the_sent_part_of_its_name(
+    wire: Recording, tmp_path: Path, part: Part, leaks: bool
+) -> None:
+    save_file({"shadow/classifier/weight": EXTRACTOR}, tmp_path / "state.safetensors")
+    record(wire, tmp_path / "seen", update(part, 2 * EXTRACTOR))
+    assert check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"]).is_clean != leaks
+
+
 def test_the_change_of_a_private_tensor_between_two_files_is_searched_for(wire: Recording, tmp_path: Path) -> None:
     after = EXTRACTOR + np.random.default_rng(8).normal(0, 1e-3, EXTRACTOR.shape).astype(np.float32)
     for name, value in (("4", EXTRACTOR), ("5", after)):
