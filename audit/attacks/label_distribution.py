@@ -23,7 +23,14 @@ from audit.evidence import Case, Knowledge, View, networks
 from audit.measures import Chance, Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
-from audit.techniques.simulated_clients import Plan, SimulatedClients, followed, knowledge, simulated_clients
+from audit.techniques.simulated_clients import (
+    THIS_ROUND,
+    Plan,
+    SimulatedClients,
+    followed,
+    knowledge,
+    simulated_clients,
+)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks import build_part, load_part
@@ -367,7 +374,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     guesses = {} if clients is None else dict(clients.inferred())
     leading = next(iter(guesses), HEADLINE)
     blind = {} if clients is None else clients.inferred([one.before.parts for one in clients.rounds])
-    unchanged = {name: shares[0] for name, shares in blind.items()}
+    # Earlier rounds' aggregates hold the device's own updates: over all rounds this would be no floor without them.
+    unchanged = {name: shares[0] for name, shares in blind.items() if name == THIS_ROUND}
     found = inferred(case.view, streams, *_shadow_work(effort), tick)
     unchanged |= {name: shares[-1] for name, shares in found.items()}
     guesses |= found
@@ -387,7 +395,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     lines = {
         "true": true,
         "inferred": guess,
-        headline.floor_is: {**trivial, _OTHERS_ALONE: unchanged[leading]}[headline.floor_is],
+        headline.floor_is: {_OTHERS_ALONE: unchanged.get(leading, true), **trivial}[headline.floor_is],
     }
     points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
     yield Curve("Shares of the classes", "class (index in the spec's list)", "share", points)

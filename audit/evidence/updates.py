@@ -121,7 +121,7 @@ class RecordedUpdates(Value):
     ) -> tuple[Earlier, ...]:
         """Return the recorded rounds directly before this one, at most four, until one in which something is missing."""
         found: list[Earlier] = []
-        with suppress(CaptureError):
+        with suppress(CaptureError, DecodeError):
             for at in range(number - 1, max(0, number - _HISTORY - 1), -1):
                 mine = there.get((client, at))
                 if mine is None or not self.spec.trains_in(at):

@@ -143,6 +143,11 @@ def copied_rows(sent: Sequence[Array], private: Sequence[Array]) -> dict[tuple[i
     Returns:
         The largest absolute correlation, by index of the sent and of the private tensor; only those above the threshold.
     """
+    with np.errstate(over="ignore", invalid="ignore"):  # a number such as 1e30 makes its row no match
+        return _copied_rows(sent, private)
+
+
+def _copied_rows(sent: Sequence[Array], private: Sequence[Array]) -> dict[tuple[int, int], float]:
     groups = _all_runs(private)
     known = np.zeros(1 << len(_PAIRS), bool)
     for group in groups:
