@@ -216,7 +216,7 @@ def test_the_page_loads_nothing() -> None:
         ("verdict", "3 frames dropped because the observer was too slow"),
         ("verdict", "inconclusive: the positive control failed"),
         ("verdict", "False alarms: 0 of 50 audits without a leak"),
-        ("verdict", "Smallest leak found in 80 % of plants: not measured for 332 images"),
+        ("verdict", "Weak at this effort: of planted leaks of the strongest kind it found "),
         ("verdict", '<td class="n">below 0.1 %</td>'),
         ("verdict", "the attacks took 42 s"),
         ("verdict", "Initial weights of the private networks:</b> public spec seed."),

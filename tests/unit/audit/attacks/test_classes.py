@@ -267,7 +267,7 @@ def test_simulated_clients_read_the_shares_and_the_mechanism_through_several_rou
 def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     case = skewed("fedcg")
     streams = case.streams.at("labels")
-    guesses = inferred(case.view, streams, 4, 1000, lambda: None)
+    guesses = inferred(case.view, streams, 4, 200, lambda: None)
     trivial = label_distribution.trivial_guesses(case.view, streams)
     gains = [next(label_distribution.update_figures(relabelled(case, by), guesses, trivial)).gain for by in (3, 5, 7)]
     assert all(gain.low <= 0 for gain in gains)

@@ -93,6 +93,9 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     for part, tensors in artifact.parts.items():
         for name, tensor in tensors.items():
             own, start = state.slots["personal"][part][name], base.parts[part][name]
+            own = (
+                np.zeros_like(own) if name.endswith("num_batches_tracked") else own
+            )  # it would tell the number of images
             exact = artifact.header.codecs[f"{part.value}/{name}"] in ("f32", "i64")
             # A channel's scale is its largest step by 127, and half of it is the most that a number can be off.
             assert np.abs(tensor - own).max() <= (0.0 if exact else np.abs(own - start).max() / 127 * 0.51)
