@@ -91,7 +91,7 @@ def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramSt
     for one in stack.devices:
         stack.start(one, "agent", "run", "--config", str(stack.config(one)))
     wait_for(lambda: sum(event["event"] == "welcomed" for event in stack.events(device)) == 2, "it runs again")
-    code.write_text(code.read_text() + "\nopen('ran', 'w').close()\n")
+    code.write_text(code.read_text() + f"\nopen({str(code.parent / 'ran')!r}, 'w').close()\n")
     stack.command("federation", "extend", "--dir", str(stack.home), "--rounds", "1")
     event = stack.wait_event(device, lambda event: event["event"] == "approval_needed", "it asks its owner")
     assert before[:12] in event["detail"]
@@ -103,6 +103,7 @@ def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramSt
     approve = ["agent", "approve", event["spec"][:12], "--yes", "--config", str(stack.config(device))]
     wait_for(lambda: run_fedcg(*approve).exit_code == 0, "the agent takes the approval")
     stack.wait_event(device, lambda event: event["event"] == "committed" and event["round"] == 3, "it trains again")
+    assert (code.parent / "ran").exists()
     allowed = Consent(stack.store(device)).read().programs[event["spec"]]
     assert allowed == Program("client:client", code.parent).digest() == sha256(code.read_bytes()).hexdigest() != before
     stack.command("agent", "approve", "--revoke", event["spec"], "--config", str(stack.config(device)))
