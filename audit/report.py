@@ -286,7 +286,7 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
     told = []
     for figure in dict.fromkeys(row["figure"] for row in smallest):
         rows = sorted((row["images"], row["leak"], row["plants"]) for row in smallest if row["figure"] == figure)
-        if rows and rows[0][0] <= images:
+        if rows[0][0] <= images:
             sizes, leaks, plants = zip(*rows, strict=True)
             leak = np.interp(np.log(images), np.log(sizes), leaks)
             told.append(f"{figure} {leak:.3g} ({min(plants)} plants)")

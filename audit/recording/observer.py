@@ -9,7 +9,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from audit.errors import CaptureError
@@ -35,15 +35,15 @@ _GAPS = {
 }
 
 
-def gaps(path: Path) -> tuple[str, ...]:
-    """Return the gaps that an observer's record states; empty without a record.
+def gaps(path: Path, without: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the gaps that an observer's record states, except some by name; empty without a record.
 
     Raises:
         CaptureError: the record can't be read.
     """
     try:
         record = json.loads(path.read_text())
-        found = {name: record.get(name) for name in _GAPS}
+        found = {name: record.get(name) for name in _GAPS if name not in without}
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, AttributeError) as error:
