@@ -238,7 +238,9 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     verdicts = judge(conditions, outcomes)
     settings = {"effort": options.effort.value, "seed": options.seed}
     store = options.private if options.private is not None and options.private.is_dir() else None
-    subject = subject_of(case, recorded.gaps, settings, options.command(), store, time.monotonic() - started)
+    resumed = sum(one.seconds for one in outcomes) / options.processes
+    seconds = max(time.monotonic() - started, resumed)
+    subject = subject_of(case, recorded.gaps, settings, options.command(), store, seconds)
     report = write_report(options.out, subject, findings, verdicts)
     return Audited(report, findings, verdicts, tuple(one for one in outcomes if one.has_failed))
 

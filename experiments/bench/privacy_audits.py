@@ -164,16 +164,19 @@ def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, writ
 
     Raises:
         OptionError: an unknown plant.
-        RunError: a simulation failed.
+        RunError: a simulation failed, or the record is of another machine or version.
     """
     if unknown := set(setting["plant"]) - set(PLANTS):
         raise OptionError(f"no plant {', '.join(sorted(unknown))}; choose from {', '.join(PLANTS)}")
     effort, file = Effort(setting["effort"]), out / f"{kind}-{setting['effort']}.json"
+    head = bench_record(f"bench privacy {kind}", setting, **setting)
+    before = json.loads(file.read_text()) if file.exists() else {**head, "rows": []}
+    if any(before[key] != head[key] for key in ("machine", "versions")):
+        raise RunError(f"{file} was measured on another machine or with other versions: choose another --out")
     sizes = (None,) if kind == "null" else setting["images"]
     updates = {size: recordings(out, setting["federations"], size) for size in sizes}
     jobs = null_jobs if kind == "null" else plant_jobs
-    head = bench_record(f"bench privacy {kind}", setting, **setting)
-    record = head | {"rows": json.loads(file.read_text())["rows"] if file.exists() else []}
+    record = {**head, "date": before["date"], "rows": before["rows"]}
     done = [(row["group"], row["seed"]) for row in record["rows"]]
     wanted = jobs(updates, setting["plant"] or tuple(PLANTS), setting["count"], effort)
     todo = [job for job in wanted if job[:2] not in done]

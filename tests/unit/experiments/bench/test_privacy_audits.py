@@ -13,6 +13,7 @@ from audit.evidence import inputs_and_features
 from audit.recording.leakage import WireTensor, compare, private_tensors
 from experiments.bench.planted_leaks import PLANTS, as_sent
 from experiments.bench.privacy_audits import lines, missed, rates, smallest, swapped, write_detection
+from experiments.record import bench_record
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 from tests.support.audit import WITH_GENERATOR, simulated_case, write_images, write_private
@@ -98,3 +99,11 @@ def test_a_bench_resumes_and_finds_scaled_rows(tmp_path: Path) -> None:
         record = data_of(run_fedcg(*words, "--count", count, "--out", tmp_path).stdout)
         assert [one["red"] for one in record["rates"]] == [{"compare": 0}, {"compare": count}, {"compare": count}]
     assert len(json.loads((tmp_path / "plants-quick.json").read_text())["rows"]) == 6
+
+
+def test_a_bench_adds_nothing_to_a_record_of_another_version(tmp_path: Path) -> None:
+    file = tmp_path / "plants-quick.json"
+    file.write_text(json.dumps({**bench_record("bench privacy plants", {}), "versions": {}, "rows": []}))
+    ended = run_fedcg("bench", "privacy", "plants", "--out", tmp_path, "--json")
+    assert (ended.exit_code, json.loads(file.read_text())["rows"]) == (1, [])
+    assert "with other versions: choose another --out" in ended.output
