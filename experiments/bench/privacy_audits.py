@@ -164,15 +164,15 @@ def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, writ
 
     Raises:
         OptionError: an unknown plant.
-        RunError: a simulation failed, or the record is of another machine or version.
+        RunError: a simulation failed, or the record is of another version.
     """
     if unknown := set(setting["plant"]) - set(PLANTS):
         raise OptionError(f"no plant {', '.join(sorted(unknown))}; choose from {', '.join(PLANTS)}")
     effort, file = Effort(setting["effort"]), out / f"{kind}-{setting['effort']}.json"
     head = bench_record(f"bench privacy {kind}", setting, **setting)
     before = json.loads(file.read_text()) if file.exists() else {**head, "rows": []}
-    if any(before[key] != head[key] for key in ("machine", "versions")):
-        raise RunError(f"{file} was measured on another machine or with other versions: choose another --out")
+    if before["versions"] != head["versions"]:
+        raise RunError(f"{file} was measured with other versions: choose another --out")
     sizes = (None,) if kind == "null" else setting["images"]
     updates = {size: recordings(out, setting["federations"], size) for size in sizes}
     jobs = null_jobs if kind == "null" else plant_jobs
