@@ -21,6 +21,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines, and need TLS and a token
 KEEP_ROUNDS = 10
 Port = Annotated[int, Field(ge=1, le=65535)]
+_SERVER = r"^{}://([^\s@/:]{{1,128}}@)?([A-Za-z0-9.-]{{1,255}}|\[[0-9a-fA-F:]{{2,39}}\])(:\d{{1,5}})?$"
 
 
 class BrokerSettings(Settings):
@@ -226,14 +227,39 @@ class RoundSettings(Settings):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
-class PageSettings(Settings):
-    """The web page.
+Address = Annotated[str, Field(pattern=r"^[^\s@,<>]{1,128}@[A-Za-z0-9.-]{1,255}$")]
+
+
+class NotifySettings(Settings):
+    """Who is notified when a problem opens or closes. Each channel is off without its address.
 
     Attributes:
-        webhook: https://HOST/PATH that receives a JSON object by POST when a problem opens or closes.
+        webhook: https://HOST/PATH that receives a JSON object by POST.
+        smtp: mail server: smtps://USER@HOST:PORT, or smtp://USER@HOST:PORT for STARTTLS (unencrypted only on this machine).
+        smtp_password_file: file with the password of USER.
+        mail_from: sender of the e-mails.
+        mail_to: receivers of the e-mails.
+        mail_minutes: minimum minutes between two e-mails; the later one lists everything since then.
+        mqtt: mqtts://USER@HOST:PORT or mqtt://USER@HOST:PORT of a broker where Home Assistant discovers the fleet.
+        mqtt_password_file: file with the password of USER.
+        mqtt_topic: first level of all topics.
     """
 
     webhook: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,500}$", description="https://HOST/PATH")] = None
+    smtp: Annotated[str | None, Field(pattern=_SERVER.format("smtps?"), description="smtps://USER@HOST:PORT")] = None
+    smtp_password_file: str | None = None
+    mail_from: Annotated[Address | None, Field(description="NAME@HOST")] = None
+    mail_to: Annotated[tuple[Address, ...], Field(max_length=20, description="NAME@HOST")] = ()
+    mail_minutes: Annotated[float, Field(ge=0, le=1440)] = 15.0
+    mqtt: Annotated[str | None, Field(pattern=_SERVER.format("mqtts?"), description="mqtts://USER@HOST:PORT")] = None
+    mqtt_password_file: str | None = None
+    mqtt_topic: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,32}$", description="a-z, 0-9, _ and -")] = "fedcg"
+
+    @model_validator(mode="after")
+    def _mail_has_its_addresses(self) -> Self:
+        if self.smtp is not None and not (self.mail_from and self.mail_to):
+            raise ValueError("smtp also needs mail_from and mail_to")
+        return self
 
 
 class CoordinatorConfig(Settings):
@@ -253,7 +279,7 @@ class CoordinatorConfig(Settings):
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
-    page: PageSettings = PageSettings()
+    notify: NotifySettings = NotifySettings()
 
     def host_of(self, listener: ListenerSettings) -> str:
         """The host name at which devices reach a listener."""

@@ -207,7 +207,7 @@ def _texts() -> Iterator[Page]:
     kinds = [(f"## {kind}", _table("fact, remedy", cases)) for kind, cases in sorted(_problems().items())]
     findings = ((f"{name}: {state}", *case) for name, of in texts().findings.items() for state, case in of.items())
     checks = ((name, fact, remedy or LOOK) for name, fact, remedy in findings)
-    about = "The page, `fedcg coordinator status --check` and the webhook show open problems with the address of a section below."
+    about = "The page, `fedcg coordinator status --check` and notifications show open problems with the address of a section below."
     sections = [
         "## Checks of a device",
         _table("check, fact, remedy", checks),

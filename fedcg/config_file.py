@@ -179,8 +179,11 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
         location = (*location[:-1], first)
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)
     *tables, name = location or ("(file)",)
+    described = name
+    if name.isdecimal() and tables:  # an item of a list
+        section, described = section_of(model, steps[:-2]), tables[-1]
     fields = section.model_fields
-    about = (_bounds(section, name), fields[name].description) if name in fields else ()
+    about = (_bounds(section, described), fields[described].description) if described in fields else ()
     hint = "; ".join(filter(None, about))
     if detail["type"] == "extra_forbidden":
         message, hint = "there is no such setting", nearest(name, tuple(fields))

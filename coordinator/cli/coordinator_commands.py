@@ -200,6 +200,25 @@ def coordinator_status(
     return values, text, FAILED if check and (problems or not runs) else 0
 
 
+@coordinator_app.command("notify")
+@asks
+def coordinator_notify(
+    client: Client,
+    channel: Annotated[str, typer.Argument(help="webhook, mail or mqtt; empty lists all channels.")] = "",
+) -> Result:
+    """Show the channels of [notify] in coordinator.toml, or send a test to one.
+
+    Example: fedcg coordinator notify mail
+    """
+    found = client.change("POST", f"/notifications/{channel}/test") if channel else client.get("/notifications")
+    columns = ("channel", "receiver", "last accepted", "waiting", "last failure")
+    rows = [
+        (one["name"], one["target"], one["sent_at"] and moment(one["sent_at"]), one["waiting"], one["failure"])
+        for one in found
+    ]
+    return found, table(columns, rows, "No channel is set.\nNext: set one under [notify] in coordinator.toml")
+
+
 @coordinator_app.command("rotate-key")
 @prints
 def coordinator_rotate_key(directory: Directory) -> Result:

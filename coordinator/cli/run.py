@@ -27,8 +27,8 @@ from coordinator.http.refusals import FailureLimits, ProblemError
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.membership import Admission
 from coordinator.messaging.incoming import LineLimit
+from coordinator.notifications import Notifier, watching
 from coordinator.page import add_page
-from coordinator.page.webhook import watching
 from coordinator.paths import Home
 from coordinator.pki import authority
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
@@ -78,6 +78,7 @@ def run_coordinator(
     home.secret()
     authority.check_pki(home.pki)
     check_api_host(config.api)
+    notifier = Notifier.of(home)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
@@ -105,11 +106,11 @@ def run_coordinator(
                 if carrier is not None:
                     await servers.enter_async_context(_carrier(home, config, coordinator, carrier))
                 known = partial(known_of, coordinator, home.root)
-                await servers.enter_async_context(watching(known, events, config.page.webhook))
+                await servers.enter_async_context(watching(known, events, notifier))
                 yield
 
         coordinator = Coordinator(store, artifacts_of(home), events, _contexts(home, config, store, events))
-        return _serve(home, config, coordinator, listener, serve_devices, until_finished=until_finished)
+        return _serve(home, config, coordinator, listener, serve_devices, notifier, until_finished=until_finished)
 
 
 def _enrolment(
@@ -137,6 +138,7 @@ def _serve(
     coordinator: Coordinator,
     listener: Listener,
     serve_devices: Beside,
+    notifier: Notifier,
     *,
     until_finished: bool,
 ) -> int:
@@ -156,6 +158,7 @@ def _serve(
         beside=serve_devices,
         proxy=None if api.proxy is None else str(api.proxy),
     )
+    application.state.notifier = notifier
     add_page(application)
     names = (api.host, *api.names)
     setting = "[api] names in coordinator.toml"

@@ -1,4 +1,4 @@
-"""Open problems with their remedies, for the page, `fedcg coordinator status --check`, the metrics and the webhook.
+"""Open problems with their remedies, for the page, `fedcg coordinator status --check`, metrics and notifications.
 
 Based only on the coordinator's own data: its disk and links, the register, and reports and answers of devices. A device clock outside
 its certificate's validity fails in the TLS handshake, before any report; `fedcg doctor` on the device explains it.

@@ -19,6 +19,7 @@ from coordinator.http.access import Access, Guard
 from coordinator.http.changes import AuditLog, Changes
 from coordinator.http.refusals import answer_problems
 from coordinator.members.api_tokens import ApiTokens
+from coordinator.notifications import Notifier
 from coordinator.operations.operations import Operations
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
@@ -122,6 +123,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
     state.access = Access(ApiTokens(store.api), home.secret(), kept=home.sessions)
     state.events = event_stream.EventStream(store.events)
     state.operations = Operations(home, store, coordinator.events, coordinator.follow)
+    state.notifier = Notifier.of(home)
     state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock
     state.creating = anyio.CapacityLimiter(1)  # the thread that waits for a new federation's weights
     audit = AuditLog(home.audit_file, home.config().storage.audit_days)

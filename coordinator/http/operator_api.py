@@ -34,6 +34,7 @@ from coordinator.http.refusals import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_token_facts
 from coordinator.members.enrolment import TokenFacts, WantedToken, token_facts
 from coordinator.members.membership import Revoked
+from coordinator.notifications import ChannelFacts, Notifier
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MAX_REASON, Operations
 from coordinator.rounds.records import DeviceState, FederationRecord
@@ -207,6 +208,13 @@ def enrolment_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -
 def problems(known: Now) -> list[Problem]:
     """Open problems with their remedies, severe ones first."""
     return open_problems(known)
+
+
+@router.get("/notifications")
+def notifications(request: Request) -> list[ChannelFacts]:
+    """The channels of [notify] in coordinator.toml, with the last outcome of each."""
+    notifier: Notifier = request.app.state.notifier
+    return notifier.facts()
 
 
 @router.get("/events")
@@ -415,6 +423,16 @@ def change_policy(
     policy = doing.change_policy(federation, changes, check).policy
     response.headers["ETag"] = policy_tag(policy)
     return policy
+
+
+@steering.post("/notifications/{channel}/test")
+def test_channel(channel: str, request: Request) -> list[ChannelFacts]:
+    """Send a test to a channel of [notify] now; 502 if it is not accepted."""
+    notifier: Notifier = request.app.state.notifier
+    tested = notifier.test(channel, known_from(request))
+    if tested.failure:
+        raise ProblemError(502, f"{tested.target} did not accept the test: {tested.failure}")
+    return notifier.facts()
 
 
 @steering.post("/devices/{device}/disable")

@@ -20,6 +20,7 @@ from coordinator.http.changes import ChangeRoute, in_turn
 from coordinator.http.operator_api import operations_of
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, token_facts
+from coordinator.notifications import Notifier
 from coordinator.operations.create_federation import example_plan, read_plan
 from coordinator.operations.operations import Operations
 from coordinator.page.views import View, form_of, own_path, plain_page, see_other, view_of
@@ -135,6 +136,13 @@ def events(
     wanted = EventFilter(event, client, federation, text, level)
     found = view.known.store.events.last(wanted, SHOWN_EVENTS)
     return view.render("events.html", found=found, wanted=wanted, shown=SHOWN_EVENTS)
+
+
+@router.get("/notifications")
+def notifications(view: Asked) -> Response:
+    """The channels for messages about problems."""
+    notifier: Notifier = view.request.app.state.notifier
+    return view.render("notifications.html", channels=notifier.facts())
 
 
 @router.get("/enrolment")
@@ -255,6 +263,14 @@ def delete_token(token: str, view: Asked) -> Response:
     """Revoke an enrolment token."""
     operations_of(view.request).revoke_enrolment_token(token)
     return see_other("/enrolment")
+
+
+@forms.post("/notifications/{channel}/test")
+def test_channel(channel: str, view: Asked) -> Response:
+    """Send a test to a channel; the screen shows its outcome."""
+    notifier: Notifier = view.request.app.state.notifier
+    notifier.test(channel, view.known)
+    return see_other("/notifications")
 
 
 @forms.post("/devices/{device}/{action}")

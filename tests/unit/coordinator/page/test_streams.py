@@ -1,26 +1,16 @@
-"""Events as they happen, over real HTTP; problems posted to a webhook."""
+"""Events as they happen, over real HTTP."""
 
-import asyncio
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from coordinator.facts.problems import Problem
 from coordinator.http import event_stream
 from coordinator.members.api_tokens import ApiTokens, Role
-from coordinator.page.webhook import ProblemWatch, watching
-from coordinator.rounds.records import ParticipantState
-from fedcg.wire.messages.schemas import RoundAttempt
-from tests.support.coordinator.world import MakeWorld
 from tests.support.page.pages import ServedPage, tiny_page
-from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -103,68 +93,3 @@ def test_a_token_has_a_bounded_number_of_streams(page: ServedPage, monkeypatch: 
             assert (refused.status, b"2 of them with this token" in refused.read()) == (503, True)
         with closing(Stream(page.port, page.token(Role.VIEWER))) as another:
             another.first_id()
-
-
-def test_a_problem_opens_and_closes_once_it_has_settled() -> None:
-    watch, one = ProblemWatch(settled_looks=2), Problem("link lost", "tiny", "no link", "start the broker")
-    assert watch.look([one]) == ([], [])
-    assert watch.look([]) == ([], [])
-    assert watch.look([one]) == ([], [])
-    assert watch.look([one]) == ([one], [])
-    assert watch.look([one]) == ([], [])
-    assert watch.look([]) == ([], [])
-    assert watch.look([]) == ([], [one])
-    assert watch.look([]) == ([], [])
-
-
-class Receiver(BaseHTTPRequestHandler):
-    """Takes what is posted, the second time."""
-
-    posted: ClassVar[list[dict[str, object]]] = []
-    refused: ClassVar[list[int]] = []
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if not self.refused:
-            self.refused.append(1)
-            self.send_error(503)
-            return
-        self.posted.append(json.loads(body))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_away(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.store.saw_device("a", 1.0, "1")
-    receiver = HTTPServer(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=receiver.serve_forever, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{receiver.server_address[1]}/hook"
-    known = world.known()
-    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset({"a"}), 1.0, 2e9)
-    events = world.service_context().events
-
-    async def watch() -> None:
-        async with watching(lambda: known, events, url, every_s=0.02):
-            world.store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.DECLINED, "no_data")
-            await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 1, "it is posted")
-            world.store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.INVITED)
-            await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 2, "its end is posted")
-
-    try:
-        asyncio.run(watch())
-    finally:
-        receiver.shutdown()
-        receiver.server_close()
-        thread.join(10)
-    assert [(each["event"], each["kind"], each["device"]) for each in Receiver.posted] == [
-        ("problem_opened", "no data", "a"),
-        ("problem_closed", "no data", "a"),
-    ]
-    assert "Put images where" in str(Receiver.posted[0]["remedy"])
-    assert len(Receiver.refused) == 1
-    assert [event["event"] for event in world.events()] == ["problem_opened", "problem_closed"]
