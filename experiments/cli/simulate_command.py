@@ -43,7 +43,7 @@ from fedcg.terminal import print_data
 from fedcg.tracking import TRACK_FORMS, check_track
 
 if TYPE_CHECKING:
-    from experiments.simulation.batch_runner import Workers
+    from experiments.simulation.single_run import Simulator
 
 _WITH_RESUME = frozenset(
     {"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "track", "plot"}
@@ -130,8 +130,7 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         if options.keep_updates is not None:
             batch = batch.keeping(options.keep_updates)
         _check(batch)
-        if options.ray is None:  # a cluster may have resources that this machine lacks
-            _check_device(batch.runs[0].setting.device)
+        _check_device(batch.runs[0].setting.device)
         tracks = [f"tensorboard:{folder / 'tensorboard'}"] if options.tensorboard else []
         for each in tracks:
             check_track(each, "--no-tensorboard")
@@ -294,7 +293,7 @@ def _check_device(device: str) -> None:
         raise OptionError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Workers]:
+def _opened(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Simulator]:
     from experiments.simulation.batch_runner import default_workers, open_ray_workers, open_workers
 
     settings = [planned.setting for planned in batch.runs]
@@ -311,7 +310,7 @@ def _run(batch: Batch, folder: Path, options: SimulateOptions, tracks: list[str]
 
     console = Console(stderr=True)
     try:
-        with _lanes(batch, options.workers, options.ray) as opened:
+        with _opened(batch, options.workers, options.ray) as opened:
             done = BatchRunner(folder, opened, console, tracks=tracks, picture=options.plot)
             records, failed = done.run(batch, force=options.force)
     except KeyboardInterrupt:

@@ -60,25 +60,16 @@ class RayCluster:
 
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
-        self._announced: set[str] = set()
-
-    def gpus(self) -> int:
-        """The number of GPUs known to Ray."""
-        return int(cluster_resources().get("GPU", 0))
+        self._met = {own_processor()}
 
     def met(self, processor: str) -> None:
         """Record the CPU model of a node that answered; announce each model that differs from this machine's, once."""
-        if processor != own_processor():
-            self.announce_once(
+        if processor not in self._met:
+            self._met.add(processor)
+            self._announce(
                 f"a node of the cluster has another CPU ({processor}) than this machine ({own_processor()}): "
                 "results may differ in the last bits from those of one machine"
             )
-
-    def announce_once(self, line: str) -> None:
-        """Print a line for the operator, once."""
-        if line not in self._announced:
-            self._announced.add(line)
-            self._announce(line)
 
 
 def cluster_resources() -> dict[str, float]:

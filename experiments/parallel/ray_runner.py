@@ -1,7 +1,6 @@
-"""Simulations on a Ray cluster: RayRunner distributes the pieces of one run, RaySimulator distributes whole runs in parallel.
+"""Simulations on a Ray cluster: distributes the pieces of a run.
 
-On one CPU model the results equal those of one process, bit for bit. If a worker or node dies, nothing is lost: pieces
-are repeated, and a run continues after its last reported round.
+On one CPU model the results equal those of one process, bit for bit. If a worker or node dies, its pieces are repeated.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from socket import gethostname
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from experiments.errors import OptionError, RunError
-from experiments.parallel.ray_cluster import Build, RayCluster, differences, own_build, own_processor, slots
+from experiments.errors import RunError
+from experiments.parallel.ray_cluster import Build, differences, own_build, own_processor, slots
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import ClientData, Party, Roots
-from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
 from fedcg.learning.simulation.tasks import Answer, Shared, Task, TeacherTask
 from fedcg.learning.split_names import ALLOW_VARIABLE, WEIGHTS_VARIABLE
 from fedcg.values import Value
@@ -181,124 +178,3 @@ def sendable(images: ImageSet) -> ImageSet:
     if images.images.untyped_storage().nbytes() == images.images.nbytes:
         return images
     return replace(images, images=images.images.clone(), labels=images.labels.clone())
-
-
-MOST_LANES = 16  # the process that started the runs keeps the images and states of every active run
-_ROUNDS_AHEAD = 2  # reported but not yet processed, each with all clients' states
-_WAKE_S = 0.5
-
-Reported = tuple[frozenset[str], Simulation]
-
-
-def lanes_for(runs: int, clients: int, slots: int, gpus: int | None) -> int:
-    """Return the number of parallel runs: enough that every slot has a client while one run's server half is working.
-
-    Args:
-        runs: number of runs to do.
-        clients: number of clients of a run.
-        slots: number of parallel tasks on the cluster.
-        gpus: GPUs shared by the runs; each run's server half occupies a part of one. None for runs on CPUs.
-    """
-    useful = min(runs, slots // clients + 2, MOST_LANES)
-    return max(1, useful if gpus is None else min(useful, gpus))
-
-
-def host(demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None) -> Iterator[Reported]:
-    """On a worker: run a federation, with its pieces as tasks; yield the CPU models so far and the state after each round."""
-    demands.meet()
-    processors: set[str] = set()
-    runner = RayRunner(demands.threads, processors.add)
-    for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
-        yield frozenset(processors), now
-
-
-class RaySimulator:
-    """Runs federations on an open cluster; several threads may call it concurrently.
-
-    Args:
-        cluster: for the computations.
-        threads: torch threads of each task.
-        stopping: stops the active runs when set.
-    """
-
-    def __init__(self, cluster: RayCluster, threads: int, stopping: Event) -> None:
-        self._cluster = cluster
-        self._threads = threads
-        self._stopping = stopping
-
-    def __call__(
-        self,
-        party: Party,
-        schedule: Schedule,
-        /,
-        *,
-        resume: Simulation | None = None,
-        on_round: Callable[[Simulation], None] | None = None,
-    ) -> Simulation:
-        """Run a federation; arguments as for `simulate`.
-
-        Raises:
-            OptionError: the run needs a GPU, and the cluster has none.
-            RunError: its processes died repeatedly, or it was stopped.
-        """
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
-        if party.device != "cpu":
-            if self._cluster.gpus() == 0:
-                raise OptionError(f"--device {party.device}: no node of the Ray cluster has a GPU")
-            party = replace(party, device="cuda")  # Ray selects a GPU, which is the only one visible to the task
-        kept, now, deaths = ray.put(party), resume, 0
-        while True:
-            try:
-                for stands in self._rounds(kept, party.device, schedule, now):
-                    now, deaths = stands, 0
-                    if on_round is not None:
-                        on_round(now)
-            except RayTaskError as error:
-                raise original(error) from error
-            except RayError as error:
-                deaths += 1
-                if deaths > MAX_RETRIES:
-                    raise RunError(
-                        f"a run's process was lost {deaths} times in one round on the Ray cluster: {error}"
-                    ) from error
-                continue
-            assert now is not None
-            return now
-
-    def _rounds(
-        self, party: ObjectRef[Party], device: str, schedule: Schedule, resume: Simulation | None
-    ) -> Iterator[Simulation]:
-        """Yield the remaining rounds from one process on the cluster."""
-        import ray
-
-        submit = ray.remote(host).options(
-            max_retries=0,  # Ray would restart at `resume`; here the run resumes after the last round
-            scheduling_strategy="SPREAD",
-            _generator_backpressure_num_objects=_ROUNDS_AHEAD,
-            **resources(self._threads, device),
-        )
-        rounds: Any = submit.remote(Demands.of_this_process(self._threads), party, schedule, resume)
-        try:
-            while True:
-                ready, _ = ray.wait([rounds], timeout=_WAKE_S)
-                if self._stopping.is_set():
-                    raise RunError("the simulation was stopped")
-                if not ready:
-                    self._look_for_nodes()
-                    continue
-                try:
-                    reported = next(rounds)
-                except StopIteration:
-                    return
-                processors, now = ray.get(reported)
-                for processor in processors:
-                    self._cluster.met(processor)
-                yield now
-        finally:
-            ray.cancel(rounds)
-
-    def _look_for_nodes(self) -> None:
-        if slots(self._threads) == 0:
-            self._cluster.announce_once("no node of the Ray cluster can accept a task; waiting for one")

@@ -1,4 +1,4 @@
-"""Runs a batch in this process, in a pool of processes or on a Ray cluster.
+"""Runs a batch: in this process, in a pool of processes or on a Ray cluster.
 
 Shows progress, writes files next to the records, and prints the results at the end. Uses torch; the command imports it
 at run time.
@@ -9,12 +9,9 @@ import re
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import field
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
 from rich import box
@@ -33,21 +30,6 @@ from fedcg.files import file_sha256, replace_durably
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.simulation.tasks import Runner
 from fedcg.tracking import TrackedRun, Tracking
-from fedcg.values import Value
-
-
-class Workers(Value):
-    """How the runs of a batch are executed.
-
-    Attributes:
-        simulator: runs one; threads may call it concurrently if `count` is more than 1.
-        count: number of parallel runs.
-        stopping: set to stop active runs.
-    """
-
-    simulator: Simulator
-    count: int = 1
-    stopping: Event = field(default_factory=Event)
 
 
 def default_workers(clients: int, device: str) -> int:
@@ -56,8 +38,8 @@ def default_workers(clients: int, device: str) -> int:
 
 
 @contextmanager
-def open_workers(workers: int, threads: int) -> Iterator[Workers]:
-    """Yield lanes for one run at a time on this machine; they are closed at the end of the block.
+def open_workers(workers: int, threads: int) -> Iterator[Simulator]:
+    """Yield what runs a simulation on this machine; its processes are ended at the end of the block.
 
     Args:
         workers: number of processes; 1: this process.
@@ -69,14 +51,14 @@ def open_workers(workers: int, threads: int) -> Iterator[Workers]:
 
     runner: Runner = SerialRunner() if workers == 1 else PoolRunner(workers, threads)
     try:
-        yield Workers(partial(simulate, runner=runner))
+        yield partial(simulate, runner=runner)
     finally:
         runner.close()
 
 
 @contextmanager
-def open_ray_workers(address: str, settings: list[RunSetting], announce: Callable[[str], None]) -> Iterator[Workers]:
-    """Yield lanes for several runs at a time on a Ray cluster, which is disconnected at the end of the block.
+def open_ray_workers(address: str, settings: list[RunSetting], announce: Callable[[str], None]) -> Iterator[Simulator]:
+    """Yield what runs a simulation on a Ray cluster, which is disconnected at the end of the block.
 
     Args:
         address: as for `experiments.parallel.ray_cluster.open_cluster`.
@@ -88,18 +70,15 @@ def open_ray_workers(address: str, settings: list[RunSetting], announce: Callabl
         OptionError: the cluster can't be used.
     """
     from experiments.parallel.ray_cluster import open_cluster, slots
+    from fedcg.learning.simulation.simulation import simulate
 
     with open_cluster(address, announce) as cluster:
-        from experiments.parallel.ray_runner import RaySimulator, lanes_for
+        from experiments.parallel.ray_runner import RayRunner
 
         threads = max(setting.threads for setting in settings)
-        stopping = Event()
-        gpus = cluster.gpus() if settings[0].device != "cpu" else None
-        tasks = slots(threads)
-        if tasks == 0:
+        if slots(threads) == 0:
             raise OptionError(f"--threads {threads}: the Ray cluster has fewer CPUs")
-        count = lanes_for(len(settings), min(setting.clients for setting in settings), tasks, gpus)
-        yield Workers(RaySimulator(cluster, threads, stopping), count, stopping)
+        yield partial(simulate, runner=RayRunner(threads, cluster.met))
 
 
 _COLUMNS = {
@@ -116,7 +95,7 @@ class BatchRunner:
 
     Args:
         folder: of the batch.
-        lanes: how the runs are executed, and how many in parallel.
+        simulator: runs a simulation.
         console: for progress and messages.
         tracks: the trackers that receive every run (`fedcg.tracking`).
         picture: whether curves.png is drawn.
@@ -126,7 +105,7 @@ class BatchRunner:
     def __init__(
         self,
         folder: Path,
-        lanes: Workers,
+        simulator: Simulator,
         console: Console,
         *,
         tracks: Sequence[str] = (),
@@ -136,11 +115,9 @@ class BatchRunner:
         self._folder = folder
         self._console = console
         self._tracks, self._has_picture = tracks, picture
-        self._lanes = lanes
         self._tracked: dict[str, list[Tracking]] = {}
         self._counted_rounds: dict[str, int] = {}  # rounds of a run that are known to the bar
-        self._writing = Lock()
-        self._runs = Runs(folder, lanes.simulator, self._after_round, self._print, given)
+        self._runs = Runs(folder, simulator, self._after_round, self._print, given)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -185,23 +162,11 @@ class BatchRunner:
         total = sum(planned.setting.rounds for planned in todo)
         self._bar.update(self._task, total=total, completed=sum(self._counted_rounds.values()))
         with self._bar:
-            outcomes = list(map(self._one, todo)) if self._lanes.count == 1 else self._side_by_side(todo)
+            outcomes = [self._one(planned) for planned in todo]
         records = [outcome for outcome in outcomes if not isinstance(outcome, FailedRun)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, FailedRun)]
         write_failures(self._folder, failed)
         return records, failed
-
-    def _side_by_side(self, todo: Sequence[PlannedRun]) -> list[dict[str, Any] | FailedRun]:
-        """Yield the outcomes of the runs in the order of the batch, as many in parallel as there are lanes."""
-        with ThreadPoolExecutor(self._lanes.count) as threads:
-            asked = [threads.submit(self._one, planned) for planned in todo]
-            try:
-                return [future.result() for future in asked]
-            except BaseException:  # mainly Ctrl-C: leaving the block waits for the threads, so they must stop
-                self._lanes.stopping.set()
-                for future in asked:
-                    future.cancel()
-                raise
 
     def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
         setting = planned.setting
@@ -218,8 +183,6 @@ class BatchRunner:
             for tracking in self._tracked[setting.name]:
                 tracking.finish({"clients": clients, "files": files})
         except Exception as error:  # noqa: BLE001 - one failed run does not stop the batch; it is recorded and printed
-            if self._lanes.stopping.is_set():
-                return FailedRun(setting.name, "stopped")  # not printed: the whole batch was stopped
             trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
@@ -230,10 +193,9 @@ class BatchRunner:
                 tracking.close()
             self._bar.update(self._task, advance=setting.rounds - self._counted_rounds[setting.name])
         self._print(f"{setting.name}: {_figures(record)}")
-        with self._writing:
-            write_tables(self._folder)
-            if self._has_picture:
-                draw_curves(self._folder)
+        write_tables(self._folder)
+        if self._has_picture:
+            draw_curves(self._folder)
         return record
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:

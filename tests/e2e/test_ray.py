@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 from experiments.errors import RunError
 from experiments.parallel import ray_runner
 from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build, slots
-from experiments.parallel.ray_runner import RayRunner, RaySimulator
+from experiments.parallel.ray_runner import RayRunner
 from fedcg.learning.simulation import simulation
 from fedcg.learning.simulation.simulation import Schedule, simulate
 from tests.support.commands import finished, start_fedcg
@@ -157,22 +157,6 @@ def test_a_task_whose_node_is_lost_is_repeated_on_another(
     finally:
         accident.join()
         nodes.replace_second()
-
-
-def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported(
-    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def host(*given: Any) -> Iterator[ray_runner.Reported]:
-        yield from ray_cases.host_killed_after_a_round(tmp_path, *given)
-
-    monkeypatch.setattr(ray_runner, "host", host)
-    rounds: list[int] = []
-    one = party_of("fedmd_cg")
-    found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lambda now: rounds.append(now.rounds))
-    assert (tmp_path / "killed").exists()
-    assert rounds == [1, 2, 3]
-    assert_same_simulation(found, simulate(one, Schedule(rounds=3)))
 
 
 def test_a_client_and_a_server_that_diverge_tell_the_reasons_they_tell_without_ray(cluster: RayCluster) -> None:

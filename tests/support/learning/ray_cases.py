@@ -3,13 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.parallel.ray_runner import Demands, Reported, host
 from fedcg.learning.method import Aggregate
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, local_task
 
 UNTIL_KILLED_S = 120.0
@@ -50,13 +47,3 @@ def hangs_on(node: str, folder: Path, party: Party, task: LocalTask, aggregate: 
     if _node() == node and _first_time(folder, "hanging"):
         time.sleep(UNTIL_KILLED_S)
     return local_task(party, task, aggregate)
-
-
-def host_killed_after_a_round(
-    folder: Path, demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None
-) -> Iterator[Reported]:
-    """Run a whole run in a process, which is killed the first time after its second round."""
-    for reported in host(demands, party, schedule, resume):
-        if reported[1].rounds == 2 and _first_time(folder, "killed"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield reported

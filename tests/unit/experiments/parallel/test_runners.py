@@ -18,7 +18,7 @@ import fedcg
 from experiments.errors import OptionError, RunError
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.parallel.ray_cluster import differences, open_cluster, own_build
-from experiments.parallel.ray_runner import MOST_LANES, lanes_for, roots_for, sendable
+from experiments.parallel.ray_runner import roots_for, sendable
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.batch_runner import default_workers
 from experiments.simulation.checkpoints import Checkpoints
@@ -196,15 +196,6 @@ def test_every_difference_between_builds_is_told_and_a_changed_source_file_is_on
         f"torch {mine['torch']} instead of 2.12.0",
         f"code {mine['code']} instead of {other['code']}",
     ]
-
-
-def test_enough_runs_side_by_side_to_keep_every_slot_busy_and_no_more() -> None:
-    assert lanes_for(runs=1, clients=4, slots=64, gpus=None) == 1
-    assert lanes_for(runs=30, clients=4, slots=2, gpus=None) == 2
-    assert lanes_for(runs=30, clients=10, slots=64, gpus=None) == 8  # 6 runs fill 60 slots
-    assert lanes_for(runs=1000, clients=1, slots=1000, gpus=None) == MOST_LANES
-    assert lanes_for(runs=30, clients=4, slots=64, gpus=2) == 2  # each run's server half holds a part of a GPU
-    assert lanes_for(runs=30, clients=4, slots=64, gpus=0) == 1  # refused later: there is none
 
 
 def test_a_node_gets_the_secret_of_the_client_that_it_trains_and_no_other() -> None:
