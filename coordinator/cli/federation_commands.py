@@ -114,6 +114,20 @@ def federation_list(
     return found, federations_table(found)
 
 
+@federation_app.command("overview")
+@asks
+def federation_overview(
+    client: Client, archived: Annotated[bool, typer.Option("--archived", help="Only archived federations.")] = False
+) -> Result:
+    """Show all federations in short: last mean accuracies, devices online, open problems, and estimated end.
+
+    Example: fedcg federation overview
+    """
+    found = client.all("/overview", archived="true" if archived else None)
+    columns = ("federation", "phase", "round", "accuracy", "local-only", "online", "problems", "round ends", "ends")
+    return found, table(columns, map(_summary, found), "No federations.\nNext: fedcg federation create")
+
+
 @federation_app.command("show")
 @asks
 def federation_show(client: Client, federation: Named = None) -> Result:
@@ -267,6 +281,14 @@ def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
         rows.append((*standing, moment(each["created_at"]), each["reason"]))
     following = "`fedcg federation list --all` includes archived ones.\nNext: fedcg federation create"
     return table(columns, rows, f"No federations; {following}")
+
+
+def _summary(each: Mapping[str, Any]) -> tuple[object, ...]:
+    now, means = each["now"], each["accuracy"][-1][1:] if each["accuracy"] else (None, None)
+    where = now["federation"], now["phase"].replace("_", " "), f"{now['round']} of {now['rounds']}"
+    shown = ("" if mean is None else f"{mean:.1%}" for mean in means)
+    ends = ("" if at is None else moment(at) for at in (now["round_ends_at"] or now["deadline_at"], now["ends_at"]))
+    return *where, *shown, f"{now['online']} of {now['enrolled']}", each["problems"], *ends
 
 
 def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | None) -> Result:

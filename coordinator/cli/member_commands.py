@@ -121,21 +121,26 @@ def device_add(
 @asks
 def device_list(
     client: Client,
-    search: Annotated[str, typer.Option(help="Only devices whose id contains this text.")] = "",
+    search: Annotated[
+        str, typer.Option(help="Only devices with this text in id, version, site, note, hardware, a label or a remark.")
+    ] = "",
     state: Annotated[
         Literal["enrolled", "online", "offline", "disabled", "revoked", "left"] | None,
         typer.Option(
             help="Only devices in this state. `enrolled` is every device that was not revoked and has not left."
         ),
     ] = None,
+    label: Annotated[str, typer.Option(help="Only devices with this label.")] = "",
+    site: Annotated[str, typer.Option(help="Only devices at this site.")] = "",
+    federation: Annotated[str, typer.Option(help="Only devices that take part in this federation.")] = "",
     sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="Sort order.")] = "id",
 ) -> Result:
     """List all devices, including those that were revoked or left.
 
-    Example: fedcg device list --state offline --sort last_seen_at
+    Example: fedcg device list --state offline --label north
     """
     chosen = {"state" if state == "enrolled" else "standing": state}
-    found = client.all("/devices", search=search, sort=sort, **chosen)
+    found = client.all("/devices", search=search, sort=sort, label=label, site=site, federation=federation, **chosen)
     return found, _devices(found)
 
 
@@ -148,6 +153,7 @@ def device_show(client: Client, device: Device) -> Result:
     """
     values = client.get(f"/devices/{device}")
     lines = [_devices([values]), "", f"enrolled     {moment(values['enrolled_at'])}"]
+    lines += [f"{name:<12} {values[name]}" for name in ("agent", "note", "hardware", "images") if values[name]]
     lines.append(f"message key  {values['public_key']}")
     lines += [f"odd update   {federation}, {what}" for federation, what in values["odd"].items()]
     lines += [f"{one['state']:<12} {one['what']}. {one['remedy']}" for one in values["findings"] or ()]
@@ -179,6 +185,25 @@ def device_enable(client: Client, device: Device) -> Result:
     return values, _devices([values])
 
 
+@device_app.command("set")
+@asks
+def device_set(
+    client: Client,
+    device: Device,
+    label: Annotated[list[str] | None, typer.Option(help="Label to add: a-z, 0-9 and dashes. May be repeated.")] = None,
+    remove_label: Annotated[list[str] | None, typer.Option(help="Label to remove. May be repeated.")] = None,
+    site: Annotated[str | None, typer.Option(help='Where it is; "" deletes it.')] = None,
+    note: Annotated[str | None, typer.Option(help='Anything else, on one line; "" deletes it.')] = None,
+) -> Result:
+    """Change the labels, site and note of a device. They never reach the device.
+
+    Example: fedcg device set line-4 --label north --site "hall 3"
+    """
+    wanted = {"add_labels": label or [], "remove_labels": remove_label or [], "site": site, "note": note}
+    values = client.change("PATCH", f"/devices/{device}", wanted)
+    return values, _devices([values])
+
+
 @device_app.command("revoke")
 @asks
 def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result:
@@ -197,7 +222,7 @@ def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result
 
 
 def _devices(found: Sequence[dict[str, Any]]) -> str:
-    columns = ("device", "state", "online in", "last seen", "certificate until", "remarks")
+    columns = ("device", "state", "online in", "last seen", "certificate until", "site", "labels", "remarks")
     return table(
         columns, map(_device_row, found), "No matching devices.\nNext: fedcg device list for all, or fedcg token create"
     )
@@ -205,7 +230,7 @@ def _devices(found: Sequence[dict[str, Any]]) -> str:
 
 def _device_row(values: dict[str, Any]) -> tuple[object, ...]:
     seen, expiry = values["last_seen_at"], values["certificate_expires_at"]
-    remarks = ["silenced"] if values["silenced"] else []
+    remarks = [text for name, text in (("silenced", "silenced"), ("is_behind", "older agent")) if values[name]]
     for name, word in (("disabled", "disabled "), ("ended", "since ")):
         if values[f"{name}_at"] is not None:
             remarks.append(f"{word}{moment(values[f'{name}_at'])} {values[f'{name}_because']}".strip())
@@ -215,6 +240,8 @@ def _device_row(values: dict[str, Any]) -> tuple[object, ...]:
         ", ".join(values["online"]),
         "now" if values["online"] else "never" if seen is None else moment(seen),
         moment(expiry) if values["state"] == "enrolled" and expiry is not None else "",
+        values["site"],
+        " ".join(values["labels"]),
         "; ".join(remarks),
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from coordinator.broker.access_lists import silenced_in
@@ -127,8 +128,18 @@ class DeviceFacts(DeviceRecord):
         findings: findings of `fedcg doctor` on the device; None if it reports none.
         health, accuracy: from its last update, only while it is online; `last_round` is that update's round.
         remarks: why it is not invited, and other points that need attention.
+        labels: words that operators gave it, sorted.
+        federations: in which it has a session or an invitation, or delivered an update.
+        hardware: processor, and cpu or cuda for where it trains, from the header of its last update; None if it sent none.
+        images: the number of training images reported with that update.
+        is_behind: whether an enrolled device has an agent with a later version number.
     """
 
+    labels: list[str]
+    federations: list[str]
+    hardware: str | None
+    images: int | None
+    is_behind: bool
     seen_at: float | None
     standing: Standing
     online: list[str]
@@ -187,14 +198,13 @@ class DeviceHistory(Value):
 
 
 def device_facts(known: Known) -> list[DeviceFacts]:
-    """All devices ever enrolled, sorted by id."""
+    """All devices ever enrolled, sorted by id: line-2 before line-10."""
     certificates: dict[str, list[CertificateRecord]] = defaultdict(list)
     for certificate in known.store.register.certificates():
         certificates[certificate.device].append(certificate)
     last, live = _last_deliveries(known), _Live.of(known)
-    return [
-        _facts(known, device, certificates[device.id], last.get(device.id), live) for device in known.store.devices()
-    ]
+    found = [_facts(known, each, certificates[each.id], last.get(each.id, {}), live) for each in known.store.devices()]
+    return in_order(found, "id")
 
 
 def one_device(known: Known, device: str) -> DeviceFacts:
@@ -204,15 +214,62 @@ def one_device(known: Known, device: str) -> DeviceFacts:
         NotFoundError: no device ever had this id.
     """
     record = device_of(known.store, device)
-    certificates, last = known.store.register.certificates(device), _last_deliveries(known, device).get(device)
+    certificates, last = known.store.register.certificates(device), _last_deliveries(known, device).get(device, {})
     return _facts(known, record, certificates, last, _Live.of(known, device))
 
 
 def in_order(devices: Sequence[DeviceFacts], field: str, *, descending: bool = False) -> list[DeviceFacts]:
     """Devices sorted by a field, then by id. Devices without the field come last in both directions."""
     there = [each for each in devices if getattr(each, field) is not None]
-    there.sort(key=lambda each: (getattr(each, field), each.id), reverse=descending)
+    there.sort(key=lambda each: (natural(getattr(each, field)), natural(each.id)), reverse=descending)
     return there + [each for each in devices if getattr(each, field) is None]
+
+
+def natural(value: Any) -> tuple[Any, ...]:
+    """A key that sorts numbers in texts by value: line-2 before line-10, 0.9 before 0.10. Other values keep their order."""
+    pieces = re.split(r"([0-9]{1,18})", value) if isinstance(value, str) else [value]
+    return tuple(int(piece) if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+class DeviceFilter(Value):
+    """The devices to show. An empty field matches all.
+
+    Attributes:
+        q: part of the id, version, site, note, hardware, a label or a remark, in upper or lower case.
+        state: the standing.
+        version: of the agent.
+        federation: one of the device's `federations`.
+    """
+
+    q: str = ""
+    state: str = ""
+    label: str = ""
+    site: str = ""
+    version: str = ""
+    federation: str = ""
+
+    def of(self, devices: Sequence[DeviceFacts]) -> list[DeviceFacts]:
+        """The devices that match all fields."""
+        return [each for each in devices if self._matches(each)]
+
+    def choices(self, devices: Sequence[DeviceFacts]) -> dict[str, list[str]]:
+        """The values of label, site, version and federation that a device has, and the present ones."""
+        found = {name: {getattr(self, name)} for name in ("label", "site", "version", "federation")}
+        for each in devices:
+            for name, values in _values(each).items():
+                found[name].update(values)
+        return {name: sorted(values - {""}, key=natural) for name, values in found.items()}
+
+    def _matches(self, device: DeviceFacts) -> bool:
+        texts = device.id, device.agent, device.site, device.note, device.hardware, *device.labels, *device.remarks
+        is_of = all(not (wanted := getattr(self, name)) or wanted in had for name, had in _values(device).items())
+        is_there = self.state in ("", device.standing)
+        return is_of and is_there and self.q.lower().strip() in "\n".join(filter(None, texts)).lower()
+
+
+def _values(device: DeviceFacts) -> dict[str, Sequence[str]]:
+    agent = device.agent or ""
+    return {"label": device.labels, "site": [device.site], "version": [agent], "federation": device.federations}
 
 
 def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistory:
@@ -256,25 +313,28 @@ def stretches(changes: list[PresenceRecord], federation: str, since: float, unti
 
 
 class _Live(Value):
-    """Values computed once for all devices: devices silenced for all federations, training progress, doctor findings."""
+    """Values computed once for all devices: devices silenced for all federations, training progress, doctor findings, labels, newest agent."""
 
     silenced: frozenset[str]
     progress: dict[str, dict[str, DeviceProgress]]
     findings: dict[str, list[Finding]]
+    labels: Mapping[str, list[str]]
+    newest: tuple[Any, ...]
 
     @staticmethod
     def of(known: Known, device: str | None = None) -> _Live:
         progress = {federation: service.progress for federation, service in known.services.items()}
-        return _Live(frozenset(silenced_in(Home(known.home))), progress, doctor_findings(known, device))
+        silenced, labels = frozenset(silenced_in(Home(known.home))), known.store.register.labels(device)
+        newest = max((natural(each) for each in known.store.agents() if each[:1].isdigit()), default=())
+        return _Live(silenced, progress, doctor_findings(known, device), labels, newest)
 
 
-def _last_deliveries(known: Known, device: str | None = None) -> dict[str, UpdateRecord]:
-    """The last update of each device or of one, in any federation and with any outcome."""
-    last: dict[str, UpdateRecord] = {}
+def _last_deliveries(known: Known, device: str | None = None) -> dict[str, dict[str, UpdateRecord]]:
+    """The last update of each device or of one, with any outcome, by federation."""
+    last: defaultdict[str, dict[str, UpdateRecord]] = defaultdict(dict)
     for record in known.store.federations():
         for client, delivery in known.store.overview.last_deliveries(record.id, device).items():
-            if client not in last or delivery.stored_at > last[client].stored_at:
-                last[client] = delivery
+            last[client][record.id] = delivery
     return last
 
 
@@ -282,7 +342,7 @@ def _facts(
     known: Known,
     device: DeviceRecord,
     certificates: Sequence[CertificateRecord],
-    last: UpdateRecord | None,
+    deliveries: Mapping[str, UpdateRecord],
     live: _Live,
 ) -> DeviceFacts:
     services = known.services
@@ -292,18 +352,21 @@ def _facts(
     present: Standing = "disabled" if device.disabled_at else "online" if online else "offline"
     ended: dict[DeviceState, Standing] = {DeviceState.REVOKED: "revoked", DeviceState.LEFT: "left"}
     expires_at = max((each.expires_at for each in certificates if each.revoked_at is None), default=None)
-    report = last.reported if last is not None and online else {}
+    last = max(deliveries.values(), key=lambda each: each.stored_at, default=None)
+    participates = [federation for federation, state in states.items() if device.id in state.participants]
+    reported, described = ({}, {}) if last is None else (last.reported, last.described)
+    report = reported if online else {}
     left_out = {
         federation: reason
         for federation, state in states.items()
         if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
     }
     return DeviceFacts(
-        **asdict(device),
+        **vars(device),
         seen_at=known.now if online else device.last_seen_at,
         standing=ended.get(device.state, present),
         online=online,
-        participates=[federation for federation, state in states.items() if device.id in state.participants],
+        participates=participates,
         left_out=left_out,
         odd={
             federation: f"round {odd.round}: {odd.reason}"
@@ -328,6 +391,11 @@ def _facts(
         accuracy=report.get("accuracy"),
         last_round=None if last is None else last.round,
         remarks=_remarks(known, device, left_out) if is_member else [*filter(None, [device.ended_because])],
+        labels=live.labels.get(device.id, []),
+        federations=sorted({*online, *participates, *deliveries}),
+        hardware=" ".join(filter(None, map(described.get, ("cpu", "device")))) or None,
+        images=reported.get("examples"),
+        is_behind=is_member and device.agent is not None and natural(device.agent) < live.newest,
     )
 
 

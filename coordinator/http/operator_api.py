@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from coordinator.errors import NotFoundError
-from coordinator.facts.devices import DeviceFacts, Standing, device_facts, in_order, one_device
+from coordinator.facts.devices import DeviceFacts, DeviceFilter, Standing, device_facts, in_order, one_device
 from coordinator.facts.federations import (
     CurrentRound,
     FederationFacts,
@@ -27,6 +27,7 @@ from coordinator.facts.federations import (
 )
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
+from coordinator.facts.overview import FederationSummary, Found, search, summaries
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
@@ -36,7 +37,7 @@ from coordinator.members.enrolment import TokenFacts, WantedToken, token_facts
 from coordinator.members.membership import Revoked
 from coordinator.notifications import ChannelFacts, Notifier
 from coordinator.operations.create_federation import OperatorPlan
-from coordinator.operations.operations import MAX_REASON, Operations
+from coordinator.operations.operations import MAX_REASON, Description, Operations
 from coordinator.rounds.records import DeviceState, FederationRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
@@ -118,6 +119,21 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
+@router.get("/overview")
+def overview(known: Now, archived: bool = False) -> list[FederationSummary]:
+    """All federations in short, newest first: round, accuracies, devices online, open problems, next end. With `archived`, the archived ones."""
+    return summaries(known, archived)
+
+
+@router.get("/search")
+def search_all(known: Now, q: Name) -> list[Found]:
+    """Federations, devices, rounds and exported models that match `q`, at most 50 of each.
+
+    `q` is part of an id, label, site, note or remark, a number of a round or version, or the first characters of a sha256.
+    """
+    return search(known, q)
+
+
 @router.get("/federations")
 def federations(
     known: Now, response: Response, limit: Limit = MAX_ITEMS, archived: bool = False
@@ -176,18 +192,16 @@ def devices(
     state: DeviceState | None = None,
     standing: Standing | None = None,
     online: bool | None = None,
+    label: Name = "",
+    site: Name = "",
+    version: Name = "",
+    federation: Name = "",
     sort: Literal["id", "enrolled_at", "last_seen_at"] = "id",
     descending: bool = False,
 ) -> list[DeviceFacts]:
-    """All devices, including those that were revoked or left. `search` matches part of the id."""
-    wanted = [
-        device
-        for device in device_facts(known)
-        if search in device.id
-        and state in (None, device.state)
-        and standing in (None, device.standing)
-        and online in (None, bool(device.online))
-    ]
+    """All devices, including those that were revoked or left. `search` matches part of the id, version, site, note, hardware, a label or a remark."""
+    matching = DeviceFilter(search, standing or "", label, site, version, federation).of(device_facts(known))
+    wanted = [device for device in matching if state in (None, device.state) and online in (None, bool(device.online))]
     return _bounded(response, in_order(wanted, sort, descending=descending), limit)
 
 
@@ -446,6 +460,13 @@ def disable(device: str, doing: Doing, request: Request, why: Reason = NO_REASON
 def enable(device: str, doing: Doing, request: Request) -> DeviceFacts:
     """Invite a disabled device again."""
     doing.enable(device)
+    return one_device(known_from(request), device)
+
+
+@steering.patch("/devices/{device}")
+def describe(device: str, wanted: Description, doing: Doing, request: Request) -> DeviceFacts:
+    """Change the labels, site and note of a device. They are the operator's and never reach the device."""
+    doing.describe(device, wanted.model_dump())
     return one_device(known_from(request), device)
 
 

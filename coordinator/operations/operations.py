@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import NotFoundError, PlanError, SteeringError, StoppingError, StoreError
@@ -36,7 +36,7 @@ from coordinator.rounds.records import (
 from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
-from fedcg.config_file import listed, problems_of
+from fedcg.config_file import Settings, listed, problems_of
 from fedcg.errors import EXISTS
 from fedcg.event_log import EventLog, log_text
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
@@ -45,6 +45,7 @@ from fedcg.wire.messages.enrolment_messages import Token
 
 NO_REASON = "no reason given"
 MAX_REASON = 300
+MAX_LABELS = 16
 
 
 ResultT = TypeVar("ResultT")
@@ -74,6 +75,27 @@ def device_of(store: Store, device: str) -> DeviceRecord:
     if found is None:
         raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` lists all devices")
     return found
+
+
+_Label = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$", examples=["north"])]
+_Labels = Annotated[tuple[_Label, ...], Field(max_length=MAX_LABELS)]
+
+
+class Description(Settings):
+    """Changes of what operators note about a device. None does not change; an empty text deletes.
+
+    Attributes:
+        labels: replaces all labels: words of a-z, 0-9 and dashes, at most 16.
+        add_labels, remove_labels: change some of them.
+        site: where the device is.
+        note: anything else, on one line.
+    """
+
+    labels: _Labels | None = None
+    add_labels: _Labels = ()
+    remove_labels: _Labels = ()
+    site: Annotated[str, Field(max_length=64, examples=["hall 3"])] | None = None
+    note: Annotated[str, Field(max_length=500)] | None = None
 
 
 def _one_at_a_time(
@@ -259,6 +281,31 @@ class Operations(Value):
             SteeringError: it is no longer a member, or (NotFoundError) never was.
         """
         return self._device(device, None, "")
+
+    @_one_at_a_time
+    def describe(self, device: str, changes: Mapping[str, Any]) -> DeviceRecord:
+        """Change labels, site and note of a device in any state: the fields of `Description`. They never reach the device.
+
+        Raises:
+            SteeringError: fields are invalid (the message names all), it would have too many labels, or (NotFoundError) it never existed.
+        """
+        device_of(self.store, device)
+        try:
+            wanted = Description.model_validate(changes)
+        except ValidationError as error:
+            problems = (line.removeprefix("(file): ") for line in problems_of(Description, error))
+            raise SteeringError(listed(f"description of {device}", problems)) from error
+        before = set(self.store.register.labels(device)[device])
+        kept = before if wanted.labels is None else set(wanted.labels)
+        labels = (kept | set(wanted.add_labels)) - set(wanted.remove_labels)
+        if len(labels) > MAX_LABELS:
+            raise SteeringError(f"{device} would have {len(labels)} labels; remove some, at most {MAX_LABELS} remain")
+        given = wanted.model_dump(include={"site", "note"}, exclude_none=True)
+        texts = {name: log_text(text) for name, text in given.items()}
+        if changed := [*(["labels"] if labels != before else []), *texts]:
+            self.store.register.describe(device, labels, texts)
+            self.events.write("device_described", client=device, changed=changed)
+        return device_of(self.store, device)
 
     def create_federation(
         self, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None

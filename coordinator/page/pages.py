@@ -4,15 +4,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
-from coordinator.facts.devices import DeviceFacts, Standing, device_facts, device_history, in_order
+from coordinator.facts.devices import DeviceFilter, Standing, device_facts, device_history, in_order
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions, served_models, worth
+from coordinator.facts.overview import search, summaries
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
 from coordinator.http.access import Role, access_of, end_session, require, set_session
@@ -24,7 +26,6 @@ from coordinator.notifications import Notifier
 from coordinator.operations.create_federation import example_plan, read_plan
 from coordinator.operations.operations import Operations
 from coordinator.page.views import View, form_of, own_path, plain_page, see_other, view_of
-from coordinator.rounds.records import FederationStatus
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered
 
@@ -34,22 +35,27 @@ SHOWN_EVENTS = 200
 PER_KIND = 20
 ON_NOW = 8
 PRESENCE_DAYS = (1, 7, 90)
-SORTS = {"device": "id", "state": "standing", "seen": "seen_at", "certificate": "certificate_days"}
-SORTS |= {name: name for name in ("health", "agent", "accuracy")}
-"""Fields of a device by the name of their sortable column."""
+SHOWN_COLUMNS = ["state", "seen", "site", "labels", "health", "version", "certificate", "accuracy", "remarks"]
+COLUMNS = [*SHOWN_COLUMNS[:-1], "federations", "hardware", "images", "note", "remarks"]
+"""The columns of the devices: the usual ones, and all that a reader can choose."""
+FIELDS = {"device": "id", "state": "standing", "seen": "seen_at", "version": "agent", "certificate": "certificate_days"}
+"""The fields that columns are sorted by, where these have other names."""
 STATES = get_args(Standing)
 Asked = Annotated[View, Depends(view_of)]
+Wanted, Several = Annotated[DeviceFilter, Depends()], Annotated[list[str] | None, Query()]
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
 @router.get("/")
 def front(view: Asked) -> Response:
-    """The running federation, or how to create one."""
-    federations = view.known.store.shown_federations()
-    if not federations:
-        return view.render("empty.html")
-    running = [each for each in federations if each.id in view.known.services]
-    return now((running or federations)[-1].id, view)
+    """All federations, or how to create one."""
+    return federations(view) if view.known.store.federations() else view.render("empty.html")
+
+
+@router.get("/search")
+def search_results(view: Asked, q: Annotated[str, Query(max_length=100)] = "") -> Response:
+    """Devices, federations and models that match a text."""
+    return view.render("search.html", q=q, found=view.facts(search, q))
 
 
 @router.get("/f/{federation}")
@@ -92,23 +98,36 @@ def privacy_report(federation: str, view: Asked) -> Response:
 
 
 @router.get("/devices")
-def devices(view: Asked, q: str = "", state: str = "", sort: str = "device", page: int = 1) -> Response:
+def devices(view: Asked, wanted: Wanted, columns: Several = None, sort: str = "device", page: int = 1) -> Response:
     """All devices, sorted, filtered and searched."""
     every = view.facts(device_facts)
-    found = _chosen(every, q, state, sort)
+    name = sort.removeprefix("-")
+    field = FIELDS.get(name, name if name in COLUMNS else "id")
+    found = in_order(wanted.of(every), field, descending=sort.startswith("-"))
     pages = max(1, -(-len(found) // PER_PAGE))
     page = min(max(1, page), pages)
-    return view.render(
+    shown = [each for each in COLUMNS if each in (columns or ())] or SHOWN_COLUMNS
+    asked = vars(wanted) | {"sort": sort, "columns": shown, "page": page}
+
+    def address(**changes: object) -> str:
+        """The address of this list with changes, without what is the default."""
+        values = [each for each in (asked | changes).items() if each[1] not in ("", "device", 1, SHOWN_COLUMNS)]
+        return f"/devices?{urlencode(values, doseq=True)}"
+
+    answer = view.render(
         "devices.html",
         devices=found[(page - 1) * PER_PAGE : page * PER_PAGE],
         total=len(every),
         matching=len(found),
         counts={name: sum(each.standing == name for each in every) for name in STATES},
-        asked={"q": q, "state": state, "sort": sort},
-        page=page,
+        choices={"state": STATES} | wanted.choices(every),
+        asked=asked,
+        address=address,
+        columns=COLUMNS,
         pages=pages,
-        states=STATES,
     )
+    answer.headers["HX-Replace-Url"] = address()
+    return answer
 
 
 @router.get("/devices/{device}")
@@ -154,9 +173,9 @@ def enrolment(view: Asked) -> Response:
 @router.get("/federations")
 def federations(view: Asked, archived: bool = False) -> Response:
     """All federations with their controls; archived ones separately."""
-    found = [(each.id, each.status is FederationStatus.ARCHIVED) for each in view.known.store.federations()[::-1]]
-    every = [view.facts(current_round, name) for name, is_archived in found if is_archived is archived]
-    return view.render("federations.html", every=every, archived=archived, others=len(found) - len(every))
+    every = view.facts(summaries, archived)
+    others = len(view.known.store.federations()) - len(every)
+    return view.render("federations.html", every=every, archived=archived, others=others)
 
 
 @router.get("/federations/new")
@@ -169,6 +188,13 @@ def new_federation(view: Asked) -> Response:
 def confirm(action: str, name: str, view: Asked) -> Response:
     """A confirmation with a reason: stop or pause a federation, disable a device."""
     return view.render("confirm.html", action=action, name=name)
+
+
+@router.get("/confirm/devices")
+def confirm_devices(view: Asked, action: str = "", device: Several = None) -> Response:
+    """A confirmation of a change of several devices."""
+    chosen = (device or [])[:PER_PAGE]
+    return view.render("confirm_devices.html", action=action, label="", chosen=chosen, results={})
 
 
 def enrolment_values(view: View) -> dict[str, Any]:
@@ -185,17 +211,6 @@ def _recent_events(known: Known, federation: str) -> list[Event]:
     return known.store.events.last(EventFilter(federation=federation, level="info"), ON_NOW)
 
 
-def _chosen(devices: list[DeviceFacts], text: str, state: str, sort: str) -> list[DeviceFacts]:
-    """The matching devices in order."""
-    wanted = text.lower().strip()
-    fit = [each for each in devices if (not state or each.standing == state) and _mentions(each, wanted)]
-    return in_order(fit, SORTS.get(sort.removeprefix("-"), "id"), descending=sort.startswith("-"))
-
-
-def _mentions(device: DeviceFacts, wanted: str) -> bool:
-    return not wanted or any(wanted in text.lower() for text in (device.id, device.agent or "", *device.remarks))
-
-
 HOURS = ("1", "24", "168")
 CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
     "start": lambda doing, federation, _reason, _rounds: doing.start(federation),
@@ -206,6 +221,13 @@ CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
     "extend": lambda doing, federation, _reason, rounds: doing.extend(federation, rounds),
 }
 """Changes of a federation by the last part of the form's URL."""
+BULK: dict[str, Callable[[Operations, str, dict[str, str]], object]] = {
+    "disable": lambda doing, device, fields: doing.disable(device, fields.get("reason", "")),
+    "enable": lambda doing, device, _fields: doing.enable(device),
+    "label": lambda doing, device, fields: doing.describe(device, {"add_labels": [fields.get("label", "")]}),
+    "unlabel": lambda doing, device, fields: doing.describe(device, {"remove_labels": [fields.get("label", "")]}),
+}
+"""Changes of several devices: the operation on each."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
 sessions = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 forms = APIRouter(
@@ -273,16 +295,37 @@ def test_channel(channel: str, view: Asked) -> Response:
     return see_other("/notifications")
 
 
+@forms.post("/devices")
+def change_devices(view: Asked, fields: Fields) -> Response:
+    """Change several devices, and show what happened to each. The form has a field `device:ID` for each, so that the audit log names all."""
+    action, results = fields.get("action", ""), {}
+    if action not in BULK:
+        raise SteeringError(f"{action!r} is not a change of devices; choose one of {', '.join(BULK)}")
+    for device in (name.removeprefix("device:") for name in fields if name.startswith("device:")):
+        try:
+            results[device] = ""
+            BULK[action](operations_of(view.request), device, fields)
+        except SteeringError as error:  # noqa: PERF203 - each device has its own result
+            results[device] = str(error)
+    view.changed()
+    label = fields.get("label", "")
+    return view.render("confirm_devices.html", action=action, label=label, chosen=[], results=results)
+
+
 @forms.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
-    """Disable or enable a device."""
+    """Disable, enable or describe a device."""
     reason = fields.get("reason", "")
     if action == "disable":
         operations_of(view.request).disable(device, reason)
     elif action == "enable":
         operations_of(view.request).enable(device)
+    elif action == "describe":
+        labels = fields.get("labels", "").replace(",", " ").split()
+        changes = {"labels": labels, "site": fields.get("site"), "note": fields.get("note")}
+        operations_of(view.request).describe(device, changes)
     else:
-        raise SteeringError(f"{action!r} is not a device action; choose enable or disable")
+        raise SteeringError(f"{action!r} is not a device action; choose enable, disable or describe")
     view.changed()
     return see_other(f"/devices/{device}")
 

@@ -68,7 +68,11 @@ class TokenState(str, Enum):
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """A device that has been enrolled; only devices in state `enrolled` may participate, and disabled ones are not invited."""
+    """A device that has been enrolled; only devices in state `enrolled` may participate, and disabled ones are not invited.
+
+    Attributes:
+        site, note: the operator's texts about it; they never reach the device.
+    """
 
     id: str
     public_key: str
@@ -80,6 +84,8 @@ class DeviceRecord:
     ended_because: str = ""
     disabled_at: float | None = None
     disabled_because: str = ""
+    site: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

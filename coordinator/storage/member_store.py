@@ -3,6 +3,8 @@
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """
 
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
 from sqlalchemy import Update, delete, insert, or_, select, update
@@ -34,6 +36,22 @@ class MemberStore(schema.Queries):
     def revoke_token(self, token: str, now: float) -> None:
         """Revoke an unused token."""
         self._write(update(schema.tokens).filter_by(id=token, used_at=None).values(revoked_at=now))
+
+    # Labels
+
+    def labels(self, device: str | None = None) -> Mapping[str, list[str]]:
+        """The sorted labels of each device, or of one; empty for devices without labels."""
+        query, found = select(schema.labels).order_by(schema.labels.c.label), defaultdict(list)
+        for row in self._rows(query if device is None else query.filter_by(device=device)):
+            found[row.device].append(row.label)
+        return found
+
+    def describe(self, device: str, labels: Collection[str], texts: Mapping[str, str]) -> None:
+        """Replace a device's labels, and those of its texts `site` and `note` that are given."""
+        table = schema.labels
+        added = [insert(table).values(device=device, label=label) for label in labels]
+        changed = [update(schema.devices).filter_by(id=device).values(**texts)] if texts else []
+        self._write(delete(table).filter_by(device=device), *added, *changed)
 
     # Certificates
 

@@ -63,6 +63,7 @@ def _table(
 leases = _table("leases", {"id": int, "epoch": int}, ("id",))
 devices = _table("devices", records.DeviceRecord, ("id",))
 certificates = _table("certificates", records.CertificateRecord, ("serial",), {"device": devices})
+labels = _table("labels", {"device": str, "label": str}, ("device", "label"), {"device": devices})
 tokens = _table("tokens", records.TokenRecord, ("id",))
 federations = _table("federations", records.FederationRecord, ("id",))
 _OF_FEDERATION = {"federation": federations}
@@ -101,7 +102,9 @@ class Queries:
 
     def _all(self, kind: Callable[..., RecordT], query: sa.Select[Any]) -> list[RecordT]:
         with self._engine.connect() as connection:
-            return [kind(**row) for row in connection.execute(query).mappings()]
+            rows = connection.execute(query)
+            names = tuple(rows.keys())
+            return [kind(**dict(zip(names, row, strict=True))) for row in rows]
 
     def _rows(self, query: sa.Select[Any]) -> list[Any]:
         with self._engine.connect() as connection:

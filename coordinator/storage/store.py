@@ -153,6 +153,11 @@ class Store(schema.Queries):
         """The devices that may participate, sorted by id."""
         return [device for device in self.devices() if device.state is DeviceState.ENROLLED]
 
+    def agents(self) -> list[str]:
+        """The agent versions of the devices that may participate."""
+        query = select(schema.devices.c.agent).distinct().where(schema.devices.c.agent.is_not(None))
+        return [row.agent for row in self._rows(query.filter_by(state=DeviceState.ENROLLED.value))]
+
     def device(self, device: str) -> DeviceRecord | None:
         """One device, in any state."""
         return self._one(DeviceRecord, select(schema.devices).filter_by(id=device))

@@ -115,6 +115,10 @@ def test_ten_tabs_load_and_every_visible_one_is_live(page: ServedPage, logged_in
 
 SCREENS = ("", "/worth", "/models", "/sent")
 MORE_SCREENS = (
+    "/",
+    "/search?q=line-000",
+    "/confirm/devices?action=label&device=line-0003",
+    "/devices?columns=note&columns=hardware",
     "/devices",
     "/devices/line-0003",
     "/federations",
@@ -222,17 +226,41 @@ def test_a_chart_has_a_name_and_a_table_and_a_status_stands_by_its_dot(crowd: Se
 def test_what_a_person_typed_stays_while_data_change(page: ServedPage, logged_in: LogIn) -> None:
     tab = logged_in(page).new_page()
     tab.goto("/devices")
-    search = tab.get_by_role("searchbox")
+    search = tab.get_by_role("searchbox", name="Search", exact=True)
     search.press_sequentially("b")
     rows = tab.locator("tbody tr")
     expect(rows).to_have_count(1)
-    expect(tab).to_have_url("/devices?q=b&state=&sort=device")
+    expect(tab).to_have_url("/devices?q=b")
     expect(rows).to_contain_text("offline")
     page.made.devices["tiny"][1].start()
     expect(rows).to_contain_text("online", timeout=DEADLINE_MS)
     expect(search).to_have_value("b")
     expect(search).to_be_focused()
     expect(rows).to_have_count(1)
+
+
+def test_the_slash_key_searches_and_all_devices_shown_are_selected_at_once_by_keyboard(
+    crowd: ServedPage, logged_in: LogIn
+) -> None:
+    tab = logged_in(crowd).new_page()
+    tab.goto("/")
+    expect(tab.get_by_role("img", name="tiny: mean accuracy by round")).to_be_visible()
+    tab.keyboard.press("/")
+    box = tab.get_by_role("searchbox", name="Search devices, federations and models")
+    expect(box).to_be_focused()
+    tab.keyboard.type("line-0003/")
+    expect(box).to_have_value("line-0003/")
+    tab.keyboard.press("Backspace")
+    tab.keyboard.press("Enter")
+    tab.get_by_role("link", name="line-0003", exact=True).click()
+    expect(tab).to_have_url("/devices/line-0003")
+    tab.goto("/devices?q=line-000")
+    tab.get_by_label("select all devices shown").press("Space")
+    tab.evaluate("htmx.trigger(live(), 'refresh')")
+    tab.wait_for_load_state("networkidle")
+    tab.get_by_label("With the selected devices").select_option("enable")
+    tab.get_by_role("button", name="Continue…").press("Enter")
+    expect(tab.get_by_role("heading", name="Enable: 10 devices?")).to_be_visible()
 
 
 def test_the_theme_switch_wins_over_the_system_and_is_remembered(page: ServedPage, logged_in: LogIn) -> None:

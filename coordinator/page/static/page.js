@@ -3,6 +3,7 @@
 const root = document.documentElement;
 const theme = localStorage.getItem("fedcg-theme");
 if (theme) root.dataset.theme = theme;
+root.dataset.script = "yes"; // shows what only works with this script
 
 const REFRESH_MS = 2000; // at most one refresh every two seconds, regardless of the number of events
 const IDLE_MS = 15000; // for values that change without an event, such as free disk space
@@ -137,6 +138,17 @@ addEventListener("load", draw);
 addEventListener("resize", draw);
 document.addEventListener("htmx:after:swap", () => { tick(); draw(); });
 document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
+document.addEventListener("keydown", (event) => {
+  const box = document.getElementById("find");
+  if (!box || event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea")) return;
+  event.preventDefault();
+  box.focus();
+  box.select();
+});
+document.addEventListener("change", (event) => {
+  const name = event.target.dataset?.all;
+  if (name) for (const each of document.querySelectorAll(`input[name="${name}"]`)) each.checked = event.target.checked;
+});
 document.addEventListener("click", (event) => {
   const copy = event.target.closest("[data-copy]");
   if (copy) navigator.clipboard?.writeText(document.querySelector(copy.dataset.copy).textContent).then(() => { copy.textContent = "Copied"; });

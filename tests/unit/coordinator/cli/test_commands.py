@@ -66,6 +66,8 @@ STEERING = (
     ("federation extend --rounds 2", "rounds", 42),
     ("device disable a --reason maintenance", "disabled_because", "maintenance"),
     ("device enable a", "disabled_at", None),
+    ("device set a --label north --label old --site Aachen", "labels", ["north", "old"]),
+    ("device set a --remove-label old --note moved", "site", "Aachen"),
     ("device revoke b", "was_member", True),
     ("device revoke b", "was_member", False),
     ("device show b", "state", "revoked"),
@@ -108,6 +110,13 @@ def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_ex
 def test_the_same_commands_do_the_same_where_no_coordinator_runs(home: Home) -> None:
     check_steering(home)
     assert [device["id"] for device in ask(home, "device", "list", "--search", "b")] == ["b"]
+    for words in ("--label north", "--site Aachen", "--search moved"):
+        assert [device["id"] for device in ask(home, "device", "list", *words.split())] == ["a"]
+    assert re.search(r"^a .* Aachen +north", run_fedcg("device", "list", "--dir", home.root).stdout, re.MULTILINE)
+    code, error = failure("device", "set", "a", "--label", "North", "--dir", home.root)
+    assert (code, "add_labels" in error["message"]) == (BAD_INPUT, True)
+    shown = run_fedcg("federation", "overview", "--dir", home.root).stdout.splitlines()
+    assert re.match(rf"{FEDERATION} +waiting +1 of 42 +- +- +0 of 1 +0 +- +-", shown[1])
 
 
 @pytest.mark.slow

@@ -5,13 +5,18 @@ from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import update
 
+from coordinator.facts.devices import DeviceFilter, device_facts, in_order, one_device
 from coordinator.facts.federations import current_round
+from coordinator.facts.known import Known
 from coordinator.facts.metrics import METRICS, metrics_text
 from coordinator.facts.models import model_versions, worth
+from coordinator.facts.overview import search, summaries
 from coordinator.facts.problems import open_problems, remedies
 from coordinator.facts.sent import sent
 from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState, UpdateRecord
+from coordinator.storage import schema
 from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome, RoundAttempt
 from fedcg.wire.parts import ReportField
@@ -166,3 +171,94 @@ def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: Ma
 def test_a_person_reads_what_to_do_about_a_reason(reason: DeclineReason) -> None:
     assert texts().declined[reason.value]
     assert all(remedies()[reason.value])
+
+
+@pytest.fixture
+def fleet(make_world: MakeWorld) -> Known:
+    """Twelve devices with two closed rounds; three have an older agent, and one update names its machine."""
+    world = make_world(rounds=9, clients=())
+    add_crowd(world.store, "tiny", 12, 2, time.time())
+    with world.store._engine.begin() as connection:
+        agents = {"line-0001": "0.9.0", "line-0002": "0.10.0", "line-0003": "fake-99"}
+        for device, agent in agents.items():
+            connection.execute(update(schema.devices).where(schema.devices.c.id == device).values(agent=agent))
+        facts = update(schema.updates).where(schema.updates.c.client == "line-0002").values(facts=MACHINE)
+        connection.execute(facts)
+    world.store.add_device("line-20", "0" * 64, 1.0)
+    world.store.add_device("line-3", "0" * 64, 1.0)
+    world.store.register.describe("line-20", ["north"], {"site": "hall 2"})
+    world.store.register.describe("line-3", ["north", "pilot"], {"site": "hall 10", "note": "new camera"})
+    return world.known()
+
+
+MACHINE = '{"cpu": "ARM A78", "device": "cuda", "threads": "6"}'
+
+
+def test_a_device_has_its_machine_and_images_and_is_behind_a_later_version_number_alone(fleet: Known) -> None:
+    found = {each.id: each for each in device_facts(fleet)}
+    assert [*list(found)[3:6], list(found)[-1]] == ["line-0003", "line-3", "line-0004", "line-20"], "by value"
+    assert (found["line-0002"].hardware, found["line-0002"].images) == ("ARM A78 cuda", 102)
+    assert (found["line-3"].hardware, found["line-3"].images, found["line-3"].federations) == (None, None, [])
+    current = {name for name, each in found.items() if not each.is_behind}
+    assert current == {"line-0002", "line-0003", "line-3", "line-20"}, "the others have 0.1.0 or 0.9.0"
+    assert one_device(fleet, "line-0001").is_behind, "0.9 is before 0.10"
+    in_sites = [each.id for each in in_order(list(found.values()), "site", descending=True)]
+    assert in_sites[:2] == ["line-3", "line-20"], "hall 10 is after hall 2"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ids"),
+    [
+        (DeviceFilter(label="north"), ["line-3", "line-20"]),
+        (DeviceFilter(label="nor"), []),
+        (DeviceFilter(label="north", site="hall 2"), ["line-20"]),
+        (DeviceFilter(version="0.10.0", federation="tiny"), ["line-0002"]),
+        (DeviceFilter("New CAMERA "), ["line-3"]),
+        (DeviceFilter("arm a78", state="offline"), ["line-0002"]),
+        (DeviceFilter("arm a78", state="online"), []),
+    ],
+)
+def test_a_filter_shows_the_devices_that_match_all_of_its_fields(
+    fleet: Known, wanted: DeviceFilter, ids: list[str]
+) -> None:
+    assert [each.id for each in wanted.of(device_facts(fleet))] == ids
+
+
+def test_a_summary_has_the_means_of_closed_rounds_and_the_problems_of_this_federation_alone(fleet: Known) -> None:
+    (found,) = summaries(fleet)
+    assert (found.now.federation, found.now.round, found.now.clients) == ("tiny", 3, [])
+    assert found.accuracy == worth(fleet, "tiny").mean
+    assert [number for number, *_ in found.accuracy] == [1, 2]
+    of_devices = [each for each in open_problems(fleet) if each.subject.endswith(" in tiny")]
+    assert found.problems == len(of_devices) == 1
+    fleet.store.set_status("tiny", FederationStatus.ARCHIVED, "")
+    assert (summaries(fleet), [each.now.status for each in summaries(fleet, archived=True)]) == ([], ["archived"])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("TIN", [("federation", "tiny")]),
+        ("pilot", [("device", "line-3")]),
+        ("line-0004", [("device", "line-0004"), ("exported model", "line-0004, version 0003")]),
+        ("round 1", [("model", "tiny, round 1")]),
+        ("version 1", []),
+        ("no such", []),
+    ],
+)
+def test_a_search_finds_federations_devices_rounds_and_exported_models(
+    fleet: Known, text: str, names: list[tuple[str, str]]
+) -> None:
+    assert [(each.kind, each.name) for each in search(fleet, text)] == names
+
+
+def test_a_model_is_found_by_the_start_of_its_sha256_and_what_is_found_is_bounded(fleet: Known) -> None:
+    artifact = fleet.store.aggregates("tiny")[0].artifact
+    assert [each.path for each in search(fleet, artifact[:8])] == [f"/f/tiny/models#v-{number}" for number in range(3)]
+    assert search(fleet, artifact[:3]) == []
+    fleet.store.add_device("x", "0" * 64, 1.0)
+    for number in range(60):
+        fleet.store.add_device(f"y-{number}", "0" * 64, 1.0)
+    assert len(search(fleet, "y-")) == 50
+    assert len([each for each in search(fleet, "version 3") if each.kind == "exported model"]) == 12

@@ -17,6 +17,7 @@ from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
+from fedcg.event_log import read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from fedcg.wire.parts import Part
@@ -174,6 +175,25 @@ def test_devices_are_forgotten_where_sums_are_exact_and_with_one_more_round_wher
     assert forgotten("c") == ("a b c", 3), "it was stopped"
     events = [json.loads(line) for line in home.events_file.read_text().splitlines()]
     assert [event["clients"] for event in events if event["event"] == "forgotten"] == [["b"], ["a"], ["c"]]
+
+
+def test_labels_site_and_note_of_a_device_change_only_as_far_as_they_are_named_and_valid(doing: Operations) -> None:
+    doing.store.add_device("a", "aa" * 32, 1.0)
+    doing.describe("a", {"add_labels": ["north", "pilot"], "site": "hall 3", "note": "two\nlines"})
+    found = doing.describe("a", {"remove_labels": ["pilot", "none"], "add_labels": ["b"]})
+    assert (found.site, found.note, doing.store.register.labels()) == ("hall 3", "two\\nlines", {"a": ["b", "north"]})
+    doing.describe("a", {"labels": [str(number) for number in range(16)], "site": ""})
+    wrong = {"add_labels": ["North"], "site": "x" * 65, "note": "x" * 501, "lable": "x"}
+    with pytest.raises(SteeringError, match=r"description of a: 4 problems(.|\n)*lable: there is no such setting"):
+        doing.describe("a", wrong)
+    with pytest.raises(SteeringError, match="a would have 17 labels; remove some, at most 16 remain"):
+        doing.describe("a", {"add_labels": ["more"], "site": "hall 4"})
+    with pytest.raises(NotFoundError):
+        doing.describe("b", {"site": "hall 4"})
+    assert doing.describe("a", {}).site == ""
+    assert len(doing.store.register.labels("a")["a"]) == 16
+    told = [each for each in read_events(doing.home.events_file) if each["event"] == "device_described"]
+    assert [each["changed"] for each in told] == [["labels", "site", "note"], ["labels"], ["labels", "site"]]
 
 
 def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled(doing: Operations) -> None:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from sqlalchemy import insert, select, update
@@ -27,7 +28,17 @@ from tests.support.waiting import wait_until
 
 MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
 LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
-SCREENS = ("/", "/f/tiny", "/f/tiny/worth", "/f/tiny/models", "/f/tiny/sent", "/devices", "/repairs", "/events")
+SCREENS = (
+    "/",
+    "/search?q=line-0",
+    "/f/tiny",
+    "/f/tiny/worth",
+    "/f/tiny/models",
+    "/f/tiny/sent",
+    "/devices",
+    "/repairs",
+    "/events",
+)
 WORTHLESS = json.dumps({"accuracy": 0.0})
 MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
 
@@ -55,7 +66,7 @@ def test_without_a_login_every_screen_leads_to_it_and_back(page: ServedPage) -> 
     stranger = Reader(page.port)
     for path in (*SCREENS, *MORE_SCREENS, "/devices/a", "/f/tiny/sent.html"):
         status, headers, _ = stranger.ask("GET", path)
-        assert (status, headers["location"]) == (303, f"/login?to={path}")
+        assert (status, headers["location"]) == (303, f"/login?to={quote(path)}")
     assert stranger.ask("GET", "/devices", **{"HX-Request": "true"})[0] == 401
     assert stranger.get("/static/page.css")[0] == 200
     assert stranger.ask("POST", "/federations/tiny/stop")[1]["location"] == "/login"
@@ -253,6 +264,78 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert store.federation("second").status is FederationStatus.RUNNING
     assert operator.post("/logout", form_of="/devices")[0] == 303
     assert operator.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
+
+
+def test_the_front_page_has_a_row_for_each_federation_and_a_search_that_leads_to_what_it_finds(
+    page: ServedPage,
+) -> None:
+    add_crowd(page.made.world.store, "second", 3, 2, time.time())
+    reader = page.reader()
+    front = reader.get("/")[1]
+    rows = {name: front.partition(f'id="f-{name}"')[2].partition("</tr>")[0] for name in ("tiny", "second")}
+    assert '<a href="/f/second">' in rows["second"]
+    assert (
+        'aria-label="second: mean accuracy by round, from 69.0 % in round 1 to 71.0 % in round 2; local-only 66.0 %"'
+        in rows["second"]
+    )
+    # of a range of 7 points, local-only rises by the lowest two and personal by the highest two
+    assert re.findall(r'<polyline(?: class="\w+")? points="([^"]+)"', rows["second"]) == [
+        "0.0,24.0 100.0,17.1 ",
+        "0.0,6.9 100.0,0.0 ",
+    ]
+    assert "0 of 6<small>online" in rows["second"]
+    assert "round 1<" not in rows["tiny"]
+    assert "unavailable" in rows["tiny"]
+    assert '<a href="/f/second/worth"' in reader.get("/f/tiny/worth")[1], "the switcher keeps the screen"
+    found = reader.get("/search?q=line-0001")[1]
+    assert '<a href="/devices/line-0001">line-0001</a>' in found
+    assert "Nothing matches “&lt;b&gt;”" in reader.get("/search?q=%3Cb%3E")[1]
+
+
+def test_the_address_of_the_devices_has_filter_order_and_columns(page: ServedPage) -> None:
+    for device, number in (("a", 10), ("b", 2)):
+        page.made.operations.describe(device, {"labels": ["north"], "site": f"hall {number}", "note": "<i>"})
+    reader = page.reader(Role.VIEWER)
+    _, headers, text = reader.ask("GET", "/devices?label=north&sort=-site&columns=note&columns=site&q=")
+    assert re.findall(r'id="d-([^"]+)', text) == ["a", "b"]
+    assert re.findall(r'data-label="(\w+)"', text) == ["Device", "Site", "Note"] * 2
+    assert '<td data-label="Note" class="details">&lt;i&gt;</td>' in text
+    assert headers["hx-replace-url"] == "/devices?label=north&sort=-site&columns=site&columns=note"
+    assert "Hall" not in text
+    assert re.search(r"<option selected>north</option>", text)
+    assert 'href="/devices?label=north&amp;sort=site&amp;columns=site&amp;columns=note"' in text
+    assert reader.ask("GET", "/devices?state=&columns=none&page=9")[1]["hx-replace-url"] == "/devices?"
+    assert 'form="bulk"' not in text, "a viewer selects nothing"
+
+
+def test_several_devices_are_changed_at_once_with_a_result_for_each_and_a_line_in_the_audit_log(
+    page: ServedPage,
+) -> None:
+    operator, viewer, known = page.reader(), page.reader(Role.VIEWER), page.made.world.store
+    shown = operator.get("/confirm/devices?action=disable&device=a&device=b")[1]
+    assert "Disable: 2 devices?" in shown
+    fields = dict.fromkeys(re.findall(r'name="(device:\w+)"', shown), "on") | {"device:none": "on"}
+    answer = operator.post("/devices", "/devices", action="disable", reason="moved", **fields)
+    assert answer[0] == 200
+    assert "Disable: 2 of 3 done" in answer[2]
+    assert "there is no device" in answer[2].partition('href="/devices/none"')[2].partition("</tr>")[0]
+    assert [each.id for each in known.devices() if each.disabled_because == "moved"] == ["a", "b"]
+    for action, done in (("enable", 2), ("label", 2), ("unlabel", 2)):
+        text = operator.post("/devices", "/devices", action=action, label="north", **fields)[2]
+        assert f"{done} of 3 done" in text
+        assert [device for device in "abc" if known.register.labels(device)[device]] == (
+            ["a", "b"] if action == "label" else []
+        )
+    assert "0 of 3 done" in operator.post("/devices", "/devices", action="label", label="No!", **fields)[2]
+    assert operator.post("/devices", "/devices", action="erase", **fields)[0] == 409
+    assert viewer.post("/devices", "/devices", action="enable", **fields)[0] == 403
+    assert "No device is selected" in operator.get("/confirm/devices?action=enable")[1]
+    lines = [line for line in page.application.state.changes.audit.last(99) if line["route"] == "POST /devices"]
+    assert all(f'"device:{device}"' in lines[-1]["changed"] for device in ("a", "b", "none"))
+    form = {"labels": "north, pilot", "site": "hall 1", "note": ""}
+    assert operator.post("/devices/a/describe", "/devices/a", **form)[0] == 303
+    assert 'value="north pilot"' in operator.get("/devices/a")[1]
+    assert "<dd>north, pilot</dd>" in viewer.get("/devices/a")[1]
 
 
 def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: ServedPage) -> None:
