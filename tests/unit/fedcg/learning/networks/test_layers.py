@@ -130,17 +130,6 @@ def test_a_pooling_convolution_is_a_convolution_and_then_a_pool(
         assert torch.allclose(one, other, atol=1e-12)
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_of_equal_pixels_the_first_gets_the_gradient_as_in_torchs_pool(in_turn: bool) -> None:
-    windows = torch.randint(0, 2, (16, 1, 2, 2), generator=torch.Generator().manual_seed(0)).double()
-    maps = windows.reshape(16, 4, 1, 1) if in_turn else windows
-    maps, windows = maps.clone().requires_grad_(), windows.requires_grad_()
-    scale = torch.arange(1.0, 17.0, dtype=torch.float64).view(16, 1, 1, 1)
-    (ours,) = torch.autograd.grad((fast_layers.Maximum.apply(maps, in_turn) * scale).sum(), maps)  # type: ignore[no-untyped-call]
-    (theirs,) = torch.autograd.grad((F.max_pool2d(windows, 2) * scale).sum(), windows)
-    assert torch.equal(ours.reshape(16, 1, 2, 2), theirs)
-
-
 def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() -> None:
     independent = {name: rows_are_independent(build((16, 5, 5), 3)) for name, build in DISCRIMINATORS.items()}
     alone = {"conv": True, "conv_plain": True, "conv_published": False, "mlp": True, "mlp_plain": True}
