@@ -3,6 +3,7 @@
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from sqlalchemy import Update, delete, insert, or_, select, update
@@ -18,9 +19,9 @@ class MemberStore(schema.Queries):
 
     # Tokens
 
-    def add_token(self, token: TokenRecord) -> None:
-        """Store a new token."""
-        self._write(insert(schema.tokens).values(**asdict(token)))
+    def add_tokens(self, tokens: Sequence[TokenRecord]) -> None:
+        """Store new tokens."""
+        self._write(*(insert(schema.tokens).values(**asdict(token)) for token in tokens))
 
     def tokens(self) -> list[TokenRecord]:
         """All tokens, oldest first."""
