@@ -267,7 +267,7 @@ def federation_policy(client: Client, federation: Named = None) -> Result:
     path = f"/federations/{client.federation(federation)}/policy"
     policy, changes = client.get(path), client.all(f"{path}/changes")
     values = "\n".join(f"{name} = {_toml(value)}" for name, value in policy.items())
-    rows = [(moment(each["at"]), each["by"], each["field"], each["before"], each["after"]) for each in changes]
+    rows = [(moment(at), by, name, _toml(old), _toml(new)) for at, by, name, old, new in map(dict.values, changes)]
     told = table(("time", "by", "field", "from", "to"), rows, "The policy is the plan's, unchanged.")
     return {"policy": policy, "changes": changes}, f"{values}\n\n{told}"
 

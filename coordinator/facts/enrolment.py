@@ -66,7 +66,7 @@ def _reached(
     """The further steps of an enrolled device. Nothing counts that an earlier device with its id did."""
     service, is_seen = known.services.get(federation), bool(device.online) or device.last_seen_at is not None
     is_reported = device.findings is not None and is_seen
-    told = [each for each in device.findings or () if federation in each.federations]  # failed checks first
+    told = [each for each in device.findings or () if is_seen and federation in each.federations]  # failed ones first
     if told and told[0].state == "failed":
         yield Step(NAMES[2], FAILED, told[0].what, told[0].remedy)
     else:

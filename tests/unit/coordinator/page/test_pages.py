@@ -29,7 +29,7 @@ MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
 LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
 SCREENS = ("/", "/f/tiny", "/f/tiny/worth", "/f/tiny/models", "/f/tiny/sent", "/devices", "/repairs", "/events")
 WORTHLESS = json.dumps({"accuracy": 0.0})
-MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
+MORE_SCREENS = ("/enrolment", "/f/tiny/policy", "/federations", "/federations/new", "/confirm/stop/tiny")
 
 
 @pytest.fixture
