@@ -172,9 +172,9 @@ def _policy_page(
 ) -> Response:
     """The policy with the given input and its problems."""
     policy, changes = view.known.federation(federation).policy, policy_changes(view.known, federation)
-    values = {"policy": policy, "tag": policy_tag(policy), "changes": changes, "given": given, "problems": problems}
-    fields = RoundPolicy.model_json_schema()["properties"]
-    return view.render("policy.html", federation=federation, status=status, fields=fields, **values)
+    values: dict[str, Any] = {"policy": policy, "tag": policy_tag(policy), "changes": changes, "given": given}
+    values |= {"fields": RoundPolicy.model_json_schema()["properties"], "problems": problems}
+    return view.render("policy.html", federation=federation, status=status, **values)
 
 
 @router.get("/federations")

@@ -77,8 +77,8 @@ def test_the_steps_of_each_token_name_what_is_missing(page: ServedPage) -> None:
     for device in ("line-1", "line-2", "line-3"):
         page.reader().post("/enrolment", form_of="/enrolment", device=device)
     with store._engine.begin() as connection:
-        for token, device in zip(store.register.tokens(), store.devices()[:2], strict=False):
-            used = update(schema.tokens).values(used_by=device.id, used_at=device.enrolled_at)
+        for token, known in zip(store.register.tokens(), store.devices()[:2], strict=False):
+            used = update(schema.tokens).values(used_by=known.id, used_at=known.enrolled_at)
             connection.execute(used.filter_by(id=token.id))
 
     def states() -> list[str]:
@@ -119,7 +119,7 @@ def test_a_policy_is_changed_by_a_form_and_its_history_names_who_from_and_to(pag
     status, _, text = operator.post(path, form_of=path, tag=tag, **{**right, "deadline_s": "5"})
     assert (status, "has changed since you read it" in text) == (422, True)
     operator.post("/federations/tiny/extend", form_of="/federations", rounds="5")
-    told = [("rounds", 3, 8), ("deadline_s", before.deadline_s, 1200.0)]
+    told: list[tuple[object, ...]] = [("rounds", 3, 8), ("deadline_s", before.deadline_s, 1200.0)]
     told += [("require_cohort", False, True), ("stop_patience", None, 4)]
     found = api(page, "/federations/tiny/policy/changes")
     assert [(each["field"], each["before"], each["after"]) for each in found] == told
@@ -134,8 +134,7 @@ def test_events_have_time_ranges_and_pages(page: ServedPage, monkeypatch: pytest
     monkeypatch.setattr(pages, "SHOWN_EVENTS", 2)
     reader, day = page.reader(), 1_780_272_000.0  # 2026-06-01, 00:00 UTC
     for hour in range(5):
-        event = {"t": day + 3600 * hour, "event": "counted", "client": f"h{hour}", "federation": ""}
-        page.made.world.store.events.add(event)
+        page.made.world.store.events.add({"t": day + 3600 * hour, "event": "counted", "client": f"h{hour}"})
 
     def shown(query: str) -> list[str]:
         return re.findall(r'href="/devices/(h\d)"', reader.get(f"/events?event=counted&{query}")[1])
