@@ -271,6 +271,21 @@ def federation_set(
     return {"federation": federation, "policy": policy}, "\n".join(lines)
 
 
+@federation_app.command("policy")
+@asks
+def federation_policy(client: Client, federation: Named = None) -> Result:
+    """Show the policy and its last changes. `fedcg federation set` changes it.
+
+    Example: fedcg federation policy casting
+    """
+    path = f"/federations/{client.federation(federation)}/policy"
+    policy, changes = client.get(path), client.all(f"{path}/changes")
+    values = "\n".join(f"{name} = {_toml(value)}" for name, value in policy.items())
+    rows = [(moment(at), by, name, _toml(old), _toml(new)) for at, by, name, old, new in map(dict.values, changes)]
+    told = table(("time", "by", "field", "from", "to"), rows, "The policy is the plan's, unchanged.")
+    return {"policy": policy, "changes": changes}, f"{values}\n\n{told}"
+
+
 def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
     """The status of federations as a table for people."""
     columns = ("federation", "status", "phase", "round", "online", "created", "reason")

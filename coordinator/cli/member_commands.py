@@ -32,7 +32,7 @@ device_app = typer.Typer(
 def token_create(
     client: Client,
     device: Annotated[
-        str | None, typer.Option("--device", help="Id that the token enrols; by default the device chooses its id.")
+        str | None, typer.Option(help="Id, or a range such as line-1..line-20; by default the device chooses its id.")
     ] = None,
     replaces: Annotated[
         str | None, typer.Option("--replaces", help="Device to replace; the old one is revoked.")
@@ -48,32 +48,38 @@ def token_create(
 ) -> Result:
     """Create a one-time enrolment token. It is shown once, and contains the digest of this coordinator's authority.
 
+    For a range of devices, this prints one token for each as CSV: device, token, and a line for the device's shell.
+
     Example: fedcg token create --device line-4 --for 2h
     """
-    from coordinator.members.enrolment import MAX_TOKEN_HOURS
+    from coordinator.members.enrolment import MAX_TOKEN_HOURS, tokens_csv
 
     hours = seconds_of(span, "--for", f"{MAX_TOKEN_HOURS / 24:g}d") / 3600
     if not hours:
         raise BadInputError(f"--for {span}: choose more than 0")
     wanted = {"device": device, "replaces": replaces, "hours": hours, "url": enrolment_url, "federation": federation}
+    if device is not None and ".." in device:
+        made = client.change("POST", "/enrolment-tokens/batch", wanted)
+        return made, tokens_csv(made).rstrip()
     made = client.change("POST", "/enrolment-tokens", wanted)
     named = "" if made["device"] else " --device ID"
     return made, (
         f"{made['token']}\n\nAnyone with this token can enrol a device. Treat it like a password.\n"
         f"Next: on the device, once, before {moment(made['expires_at'])}:\n"
-        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter"
+        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
+        f"Or, as one line that deletes itself from bash's history:\n{made['line']}"
     )
 
 
 @token_app.command("list")
 @asks
 def token_list(client: Client) -> Result:
-    """List all enrolment tokens. Their secrets are not stored.
+    """List all enrolment tokens, with the steps that their devices have reached. Their secrets are not stored.
 
     Example: fedcg token list
     """
     found = client.all("/enrolment-tokens")
-    columns = ("id", "state", "device", "replacement", "expires", "used")
+    columns = ("id", "state", "device", "replacement", "expires", "used", "missing step")
     return found, table(columns, map(_token_row, found), "No tokens yet.\nNext: fedcg token create")
 
 
@@ -249,4 +255,5 @@ def _device_row(values: dict[str, Any]) -> tuple[object, ...]:
 def _token_row(token: dict[str, Any]) -> tuple[object, ...]:
     used = f"{moment(token['used_at'])} by {token['used_by']}" if token["used_at"] else ""
     replaces = "yes" if token["replaces"] else "no"
-    return token["id"], token["state"], token["device"] or "any", replaces, moment(token["expires_at"]), used
+    step = next((each["name"] for each in token["steps"] if each["state"] != "done"), "")
+    return token["id"], token["state"], token["device"] or "any", replaces, moment(token["expires_at"]), used, step

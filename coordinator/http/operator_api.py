@@ -5,7 +5,8 @@ The work is done in `facts` and `operations`.
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from coordinator.errors import NotFoundError
 from coordinator.facts.devices import DeviceFacts, DeviceFilter, Standing, device_facts, in_order, one_device
+from coordinator.facts.enrolment import EnrolmentFacts, enrolments
 from coordinator.facts.federations import (
     CurrentRound,
     FederationFacts,
@@ -28,20 +30,22 @@ from coordinator.facts.federations import (
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.overview import FederationSummary, Found, search, summaries
+from coordinator.facts.policy import PolicyChange, policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
 from coordinator.http.refusals import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_token_facts
-from coordinator.members.enrolment import TokenFacts, WantedToken, token_facts
+from coordinator.members.enrolment import TokenFacts, WantedToken, enrol_line, token_facts
 from coordinator.members.membership import Revoked
 from coordinator.notifications import ChannelFacts, Notifier
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MAX_REASON, Description, Operations
-from coordinator.rounds.records import DeviceState, FederationRecord
+from coordinator.rounds.records import DeviceState, FederationRecord, TokenRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
+from fedcg.wire.messages.enrolment_messages import Token
 
 MAX_ITEMS = 1000
 """Maximum number of items in an answer."""
@@ -79,6 +83,7 @@ def reading(role: Role) -> APIRouter:
 Now = Annotated[Known, Depends(known_from)]
 Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="maximum number of items")]
 Name = Annotated[str, Query(max_length=100)]
+Moment = Annotated[float | None, Query(ge=0, le=MAX_ID)]
 Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="minimum level")]
 ItemT = TypeVar("ItemT")
 
@@ -164,6 +169,12 @@ def policy(federation: str, known: Now, response: Response) -> RoundPolicy:
     return found
 
 
+@router.get("/federations/{federation}/policy/changes")
+def changes_of_policy(federation: str, known: Now) -> list[PolicyChange]:
+    """The last changes of the policy, newest first: who changed which field from which value."""
+    return policy_changes(known, federation)
+
+
 @router.get("/federations/{federation}/rounds")
 def rounds(
     federation: str, known: Now, response: Response, limit: Limit = 100, after: Annotated[int, Query(ge=0)] = 0
@@ -212,10 +223,9 @@ def device(device: str, known: Now) -> DeviceFacts:
 
 
 @router.get("/enrolment-tokens")
-def enrolment_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[TokenFacts]:
-    """All enrolment tokens, newest first. Their secrets are not stored."""
-    chosen = _bounded(response, known.store.register.tokens()[::-1], limit)
-    return [token_facts(token, known.now) for token in chosen]
+def enrolment_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[EnrolmentFacts]:
+    """All enrolment tokens, newest first, with the steps that their devices have reached. Their secrets are not stored."""
+    return _bounded(response, enrolments(known), limit)
 
 
 @router.get("/problems")
@@ -241,9 +251,11 @@ def events(
     text: Name = "",
     level: Level = "debug",
     before: Annotated[int | None, Query(ge=0, le=MAX_ID)] = None,
+    since: Moment = None,
+    until: Moment = None,
 ) -> Lines:
-    """The last matching events, or those before the event with the id `before`."""
-    found = known.store.events.last(EventFilter(event, client, federation, text, level), limit, before)
+    """The last matching events, or those before the event with the id `before`; `since` and `until` are unix times."""
+    found = known.store.events.last(EventFilter(event, client, federation, text, level, since, until), limit, before)
     return Lines(events=found[::-1], older=found[-1]["id"] if len(found) == limit else None)
 
 
@@ -270,6 +282,16 @@ def api_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list
 def policy_tag(policy: RoundPolicy) -> str:
     """The ETag of a policy; it detects concurrent changes."""
     return f'"{hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:32]}"'
+
+
+def unchanged(federation: str, tag: str | None) -> Callable[[RoundPolicy], None]:
+    """A check that a policy still has this ETag; it raises ProblemError 412 if not."""
+
+    def check(policy: RoundPolicy) -> None:
+        if tag is not None and tag.strip() not in ("*", policy_tag(policy)):
+            raise ProblemError(412, f"the policy of {federation} has changed since you read it; read it again")
+
+    return check
 
 
 def _bounded(response: Response, items: Sequence[ItemT], limit: int) -> list[ItemT]:
@@ -333,10 +355,17 @@ class NewApiToken(_Content):
 
 
 class MadeToken(TokenFacts, frozen=True):
-    """A new enrolment token. `token` is shown only now; the device enrols at `url`."""
+    """A new enrolment token. `token` is shown only now; the device enrols at `url`, e.g. with the shell command `line`."""
 
     token: str
     url: str | None
+    line: str
+
+
+def made_token(token: Token, record: TokenRecord, data: str = "") -> MadeToken:
+    """A new token for its operator; `data` is the folder with the device's images."""
+    line = enrol_line(token, record.federation, data)
+    return MadeToken(token=token.text, url=token.url, line=line, **token_facts(record, time.time()).model_dump())
 
 
 class MadeApiToken(ApiTokenFacts, frozen=True):
@@ -346,9 +375,9 @@ class MadeApiToken(ApiTokenFacts, frozen=True):
 
 
 def operations_of(request: Request) -> Operations:
-    """The operations of the application that serves a request."""
+    """The operations of the application that serves a request, made by its identity."""
     operations: Operations = request.app.state.operations
-    return operations
+    return replace(operations, by=request.state.identity.name)
 
 
 def changing(role: Role) -> APIRouter:
@@ -429,12 +458,7 @@ def change_policy(
     if_match: Annotated[str | None, Header()] = None,
 ) -> RoundPolicy:
     """Change fields of the policy. With If-Match, only if the policy has not changed since it was read."""
-
-    def check(policy: RoundPolicy) -> None:
-        if if_match is not None and if_match.strip() not in ("*", policy_tag(policy)):
-            raise ProblemError(412, f"the policy of {federation} has changed since you read it; read it again")
-
-    policy = doing.change_policy(federation, changes, check).policy
+    policy = doing.change_policy(federation, changes, unchanged(federation, if_match)).policy
     response.headers["ETag"] = policy_tag(policy)
     return policy
 
@@ -480,8 +504,13 @@ async def revoke(device: str, doing: Doing, request: Request, why: Reason = NO_R
 @steering.post("/enrolment-tokens", status_code=201)
 def create_enrolment_token(wanted: WantedToken, doing: Doing) -> MadeToken:
     """Create a one-time enrolment token. It is shown only now."""
-    token, record = doing.create_enrolment_token(wanted)
-    return MadeToken(token=token.text, url=token.url, **token_facts(record, time.time()).model_dump())
+    return made_token(*doing.create_enrolment_token(wanted))
+
+
+@steering.post("/enrolment-tokens/batch", status_code=201)
+def create_enrolment_tokens(wanted: WantedToken, doing: Doing) -> list[MadeToken]:
+    """Create one token for each device of a range such as line-1..line-20, at most 200, or none. They are shown only now."""
+    return [made_token(*each) for each in doing.create_enrolment_tokens(wanted)]
 
 
 @steering.delete("/enrolment-tokens/{token}")

@@ -6,16 +6,19 @@ A bundle contains private keys, and a person carries it to the device. A device 
 keys. No HTTP here.
 """
 
+import csv
 import hashlib
 import hmac
+import io
 import re
 import secrets
+import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -162,54 +165,96 @@ MAX_TOKEN_HOURS = 24.0 * 90
 _NO_HASH = "0" * 64
 
 
+MAX_BATCH = 200
+_RANGE = re.compile(r"([a-z0-9-]*?)(\d{1,6})\.\.\1(\d{1,6})")
+_FORGET = 'case "$(history 1 2>&1)" in *FEDCG_TOKEN=*) history -d -1;; esac'
+"""Deletes the line from bash's history, unless the blank at its start already kept it out. Shells without a history skip it."""
+
+
 class WantedToken(Settings, allow_inf_nan=False):
     """An enrolment token to create; the fields are the options of `fedcg token create`.
 
     Attributes:
-        device: the only id that it enrols; None: the device chooses.
+        device: the only id that it enrols; None: the device chooses. In a batch, a range of ids.
         replaces: the device that the new one replaces.
         hours: how long it is valid.
         url: URL of the enrolment listener for devices; None for the one in coordinator.toml.
         federation: federation in the device's agent.toml; None for the only one.
     """
 
-    device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
+    device: Annotated[str, Field(max_length=130, examples=["line-4"])] | None = None
     replaces: Annotated[str, Field(max_length=63)] | None = None
     hours: Annotated[float, Field(gt=0, le=MAX_TOKEN_HOURS)] = TOKEN_HOURS
     url: Annotated[str, Field(max_length=300)] | None = None
     federation: Annotated[str, Field(max_length=63)] | None = None
 
 
-def create_token(
-    home: Home, store: Store, now: float, wanted: WantedToken
-) -> tuple[enrolment_messages.Token, TokenRecord]:
-    """Create a token; only its hash is stored.
+def ids_in(devices: str) -> list[str]:
+    """The device ids of a range such as line-1..line-20, at most `MAX_BATCH`.
 
     Raises:
-        EnrolmentError: the enrolment listener is off, or the device can't be enrolled or replaced.
+        EnrolmentError: it is not a range, or it is empty or too long.
+    """
+    found = _RANGE.fullmatch(devices)
+    stem, first, last = found.groups() if found else ("", "1", "0")
+    if not 0 <= int(last) - int(first) < MAX_BATCH:
+        raise EnrolmentError(f"{devices!r}: write a range of at most {MAX_BATCH} ids, e.g. line-1..line-20")
+    return [f"{stem}{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+
+
+def create_tokens(
+    home: Home, store: Store, now: float, wanted: Sequence[WantedToken]
+) -> list[tuple[enrolment_messages.Token, TokenRecord]]:
+    """Create tokens; only their hashes are stored.
+
+    Raises:
+        EnrolmentError: the enrolment listener is off, or a device can't be enrolled or replaced; nothing was created.
         ConfigError: the home's configuration is invalid.
         HomeError: the message key can't be loaded.
     """
-    replaces = wanted.replaces
-    _check_device(store, wanted.device, replaces)
-    url = wanted.url or _listener_url(home.config())
-    if not re.fullmatch(enrolment_messages.URL_PATTERN, url):
-        raise EnrolmentError(f"--enrolment-url {url}: use https://HOST:PORT, with a port from 1 to 65535")
-    federation = federation_to_join(store, wanted.federation)
+    for each in wanted:
+        _check_device(store, each.device, each.replaces)
+    config, key = home.config(), load_signing_identity(home, store).key.public.hex
     authority = enrolment_messages.load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
-    token = enrolment_messages.Token(
-        id=secrets.token_hex(8),
-        secret=secrets.token_bytes(enrolment_messages.SECRET_BYTES),
-        authority=enrolment_messages.certificate_key_digest(authority),
-        coordinator=enrolment_messages.message_key_digest(load_signing_identity(home, store).key.public.hex),
-        url=url,
-        device=replaces or wanted.device,
-    )
-    expires_at = now + wanted.hours * 3600
-    kept = _hash(token.secret)
-    record = TokenRecord(token.id, kept, token.device, replaces is not None, now, expires_at, federation=federation)
-    store.register.add_token(record)
-    return token, record
+    made = []
+    for each in wanted:
+        url = each.url or _listener_url(config)
+        if not re.fullmatch(enrolment_messages.URL_PATTERN, url):
+            raise EnrolmentError(f"--enrolment-url {url}: use https://HOST:PORT, with a port from 1 to 65535")
+        token = enrolment_messages.Token(
+            id=secrets.token_hex(8),
+            secret=secrets.token_bytes(enrolment_messages.SECRET_BYTES),
+            authority=enrolment_messages.certificate_key_digest(authority),
+            coordinator=enrolment_messages.message_key_digest(key),
+            url=url,
+            device=each.replaces or each.device,
+        )
+        about = token.id, _hash(token.secret), token.device, each.replaces is not None, now, now + each.hours * 3600
+        made.append((token, TokenRecord(*about, federation=federation_to_join(store, each.federation))))
+    store.register.add_tokens([record for _, record in made])
+    return made
+
+
+def enrol_line(token: enrolment_messages.Token, federation: str | None, data: str = "") -> str:
+    """A line for a device's shell that enrols it into the folder ./FEDERATION. It keeps the token out of the process list and bash's history.
+
+    Args:
+        token: the device's token.
+        federation: the federation that it joins.
+        data: folder with the device's images; empty to set it later in agent.toml.
+    """
+    named = "" if token.device else ' --device "$(uname -n | tr A-Z. a-z-)"'
+    images = f" --data {shlex.quote(data)}" if data else ""
+    return f" FEDCG_TOKEN={token.text} fedcg enrol{named} --out {federation or 'device'}{images}; {_FORGET}"
+
+
+def tokens_csv(made: Sequence[Mapping[str, Any]]) -> str:
+    """New tokens as CSV: device, token, and the line for the device's shell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ("device", "token", "line"), extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(made)
+    return text.getvalue()
 
 
 class TokenFacts(BaseModel, frozen=True):

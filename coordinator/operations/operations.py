@@ -6,9 +6,10 @@ applies a change immediately; otherwise it applies when one starts.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
 from functools import wraps
@@ -18,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import NotFoundError, PlanError, SteeringError, StoppingError, StoreError
-from coordinator.members.enrolment import WantedToken, create_token, revoke_token
+from coordinator.members.enrolment import WantedToken, create_tokens, ids_in, revoke_token
 from coordinator.members.membership import Revoked, revoke
 from coordinator.operations import create_federation
 from coordinator.operations.create_federation import Complete, make_artifacts, too_few_for_sums
@@ -121,6 +122,7 @@ class Operations(Value):
         follow: `Coordinator.follow`.
         clock: unix time.
         stopping: set when the program ends; nothing more is created then.
+        by: name of the identity that makes the changes, for the history of policies.
     """
 
     home: Home
@@ -129,6 +131,7 @@ class Operations(Value):
     follow: Callable[..., None] = lambda federation, resume=False: None
     clock: Callable[[], float] = time.time
     stopping: threading.Event = field(default_factory=threading.Event)
+    by: str = ""
     _changing: threading.RLock = field(default_factory=threading.RLock)
 
     @_one_at_a_time
@@ -216,12 +219,15 @@ class Operations(Value):
         policy = self._changed(record, changes)
         if policy.rounds != record.policy.rounds and (record.status.is_ended or self._is_finished(federation)):
             raise SteeringError(f"{federation} ended; `fedcg federation extend {federation} --rounds N` adds rounds")
-        return self._set_policy(federation, policy, changes)
-
-    def _set_policy(self, federation: str, policy: RoundPolicy, changes: Collection[str]) -> FederationRecord:
-        self.store.set_policy(federation, policy)
-        self.events.write("policy_changed", federation=federation, changed=sorted(changes))
+        self._set_policy(record, policy, changes)
         return self._followed(federation)
+
+    def _set_policy(self, record: FederationRecord, policy: RoundPolicy, changes: Collection[str]) -> None:
+        """Store a policy, and write each changed field with its values before and after, as JSON, to the event log."""
+        self.store.set_policy(record.id, policy)
+        changed = sorted(changes)
+        was, now = ([json.dumps(getattr(each, name)) for name in changed] for each in (record.policy, policy))
+        self.events.write("policy_changed", federation=record.id, changed=changed, before=was, after=now, by=self.by)
 
     @_one_at_a_time
     def extend(self, federation: str, rounds: int) -> FederationRecord:
@@ -235,10 +241,11 @@ class Operations(Value):
             raise SteeringError(f"rounds = {rounds}: add at least 1")
         if not record.status.is_ended:
             more = {"rounds": record.policy.rounds + rounds}
-            return self._set_policy(federation, self._changed(record, more), more)
+            self._set_policy(record, self._changed(record, more), more)
+            return self._followed(federation)
         closed = self.store.aggregates(federation)[-1].round
-        policy = self._changed(record, {"rounds": closed + rounds})
-        self.store.set_policy(federation, policy)
+        more = {"rounds": closed + rounds}
+        self._set_policy(record, self._changed(record, more), more)
         self.store.resume(federation)  # it may have stalled before
         return self._change(record, FederationStatus.RUNNING, resume=True)
 
@@ -374,9 +381,21 @@ class Operations(Value):
         Raises:
             EnrolmentError: the enrolment listener is off, or the device can't be enrolled or replaced.
         """
-        token, record = create_token(self.home, self.store, self.clock(), wanted)
-        self.events.write("token_created", token=token.id, client=token.device or "", until=record.expires_at)
-        return token, record
+        return self._create_tokens([wanted])[0]
+
+    def create_enrolment_tokens(self, wanted: WantedToken) -> list[tuple[Token, TokenRecord]]:
+        """Create a one-time enrolment token for each device of a range, or none if one of them can't be enrolled.
+
+        Raises:
+            EnrolmentError: the enrolment listener is off, it is not a range, or a device can't be enrolled or replaced.
+        """
+        return self._create_tokens([wanted.model_copy(update={"device": id_}) for id_ in ids_in(wanted.device or "")])
+
+    def _create_tokens(self, wanted: Sequence[WantedToken]) -> list[tuple[Token, TokenRecord]]:
+        made = create_tokens(self.home, self.store, self.clock(), wanted)
+        for token, record in made:
+            self.events.write("token_created", token=token.id, client=token.device or "", until=record.expires_at)
+        return made
 
     def revoke_enrolment_token(self, token: str) -> TokenRecord:
         """Revoke an unused enrolment token.

@@ -1,5 +1,6 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -8,31 +9,36 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
+from pydantic import BeforeValidator
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
 from coordinator.facts.devices import DeviceFilter, Standing, device_facts, device_history, in_order
+from coordinator.facts.enrolment import enrolments
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions, served_models, worth
 from coordinator.facts.overview import search, summaries
+from coordinator.facts.policy import policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
 from coordinator.http.access import Role, access_of, end_session, require, set_session
 from coordinator.http.changes import ChangeRoute, in_turn
-from coordinator.http.operator_api import operations_of
+from coordinator.http.operator_api import MAX_ID, made_token, operations_of, policy_tag, unchanged
 from coordinator.http.refusals import ProblemError
-from coordinator.members.enrolment import WantedToken, token_facts
+from coordinator.members.enrolment import WantedToken, tokens_csv
 from coordinator.notifications import Notifier
 from coordinator.operations.create_federation import example_plan, read_plan
 from coordinator.operations.operations import Operations
-from coordinator.page.views import View, form_of, own_path, plain_page, see_other, view_of
+from coordinator.page.views import View, form_of, moment_of, own_path, plain_page, qr_code, see_other, view_of
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered
+from fedcg.learning.spec import RoundPolicy
 
 PER_PAGE = 100
 SHOWN_CLIENTS = 100
 SHOWN_EVENTS = 200
 PER_KIND = 20
+MAX_PATH = 300
 ON_NOW = 8
 PRESENCE_DAYS = (1, 7, 90)
 SHOWN_COLUMNS = ["state", "seen", "site", "labels", "health", "version", "certificate", "accuracy", "remarks"]
@@ -147,14 +153,26 @@ def repairs(view: Asked) -> Response:
     return view.render("repairs.html", groups=list(groups.items()), shown=PER_KIND)
 
 
+Moment = Annotated[float | None, BeforeValidator(moment_of)]
+
+
 @router.get("/events")
 def events(
-    view: Asked, event: str = "", client: str = "", federation: str = "", text: str = "", level: str = "info"
+    view: Asked,
+    event: str = "",
+    client: str = "",
+    federation: str = "",
+    text: str = "",
+    level: str = "info",
+    since: Annotated[Moment, Query(alias="from")] = None,
+    until: Annotated[Moment, Query(alias="to")] = None,
+    before: Annotated[int | None, Query(ge=0, le=MAX_ID)] = None,
 ) -> Response:
-    """The last events that match a filter, as the log's sentences."""
-    wanted = EventFilter(event, client, federation, text, level)
-    found = view.known.store.events.last(wanted, SHOWN_EVENTS)
-    return view.render("events.html", found=found, wanted=wanted, shown=SHOWN_EVENTS)
+    """The last events that match a filter, or those before the event with the id `before`, as the log's sentences."""
+    wanted = EventFilter(event, client, federation, text, level, since, until)
+    found = view.known.store.events.last(wanted, SHOWN_EVENTS, before)
+    named = [each.id for each in view.known.store.federations()]
+    return view.render("events.html", found=found, wanted=wanted, shown=SHOWN_EVENTS, named=named)
 
 
 @router.get("/notifications")
@@ -166,8 +184,24 @@ def notifications(view: Asked) -> Response:
 
 @router.get("/enrolment")
 def enrolment(view: Asked) -> Response:
-    """Enrolment tokens."""
+    """Enrolment tokens, and a form for new ones; `device` and `replaces` in the URL fill it in."""
     return view.render("enrolment.html", **enrolment_values(view), made=None)
+
+
+@router.get("/f/{federation}/policy")
+def policy(federation: str, view: Asked) -> Response:
+    """The policy of a federation: a form, and the history of its changes."""
+    return _policy_page(view, federation, {}, [])
+
+
+def _policy_page(
+    view: View, federation: str, given: dict[str, str], problems: list[str], status: int = 200
+) -> Response:
+    """The policy with the given input and its problems."""
+    policy, changes = view.known.federation(federation).policy, policy_changes(view.known, federation)
+    values: dict[str, Any] = {"policy": policy, "tag": policy_tag(policy), "changes": changes, "given": given}
+    values |= {"fields": RoundPolicy.model_json_schema()["properties"], "problems": problems}
+    return view.render("policy.html", federation=federation, status=status, **values)
 
 
 @router.get("/federations")
@@ -199,12 +233,8 @@ def confirm_devices(view: Asked, action: str = "", device: Several = None) -> Re
 
 def enrolment_values(view: View) -> dict[str, Any]:
     """Values for the enrolment page: the tokens, newest first, and the URL of the listener."""
-    tokens = view.known.store.register.tokens()[::-1][:PER_PAGE]
     config = view.request.app.state.home.config()
-    return {
-        "tokens": [token_facts(each, view.known.now) for each in tokens],
-        "listener": config.url_of(config.enrolment),
-    }
+    return {"tokens": view.facts(enrolments)[:PER_PAGE], "listener": config.url_of(config.enrolment)}
 
 
 def _recent_events(known: Known, federation: str) -> list[Event]:
@@ -268,16 +298,20 @@ async def logout(view: Asked) -> Response:
 
 @forms.post("/enrolment")
 def make_token(view: Asked, fields: Fields) -> Response:
-    """Create an enrolment token and show it once."""
-    hours = fields.get("hours", "24")
-    if hours not in HOURS:
-        raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
+    """Create an enrolment token and show it once; for a range of ids, create one for each as a CSV file."""
+    hours, data = fields.get("hours", "24"), fields.get("data", "")
+    if hours not in HOURS or len(data) > MAX_PATH or not data.isprintable():
+        raise EnrolmentError(f"hours is one of {', '.join(HOURS)}, images a path of at most {MAX_PATH} characters")
     device, federation = fields.get("device") or None, fields.get("federation") or None
-    wanted = WantedToken.model_construct(
-        device=device, hours=float(hours), federation=federation
-    )  # checked by the operation
-    made, record = operations_of(view.request).create_enrolment_token(wanted)
-    return view.render("enrolment.html", **enrolment_values(view), made=made, expires_at=record.expires_at)
+    replaces = device or "" if fields.get("replaces") == "yes" else None
+    wanted = WantedToken.model_construct(device=device, replaces=replaces, hours=float(hours), federation=federation)
+    if device and ".." in device:  # the operations check all values
+        made = operations_of(view.request).create_enrolment_tokens(wanted)
+        text = tokens_csv([made_token(*each, data).model_dump() for each in made])
+        return Response(text, 200, {"Content-Disposition": 'attachment; filename="tokens.csv"'}, "text/csv")
+    token = made_token(*operations_of(view.request).create_enrolment_token(wanted), data)
+    view.changed()
+    return view.render("enrolment.html", **enrolment_values(view), made=token, code=qr_code(token.line))
 
 
 @forms.post("/enrolment/{token}/delete")
@@ -345,6 +379,29 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         return see_other(f"/f/{federation}")
 
     return await in_turn(request, create)
+
+
+@forms.post("/f/{federation}/policy")
+def change_policy(federation: str, view: Asked, fields: Fields) -> Response:
+    """Change the policy: the fields whose values differ from the present ones."""
+    known = view.known.federation(federation).policy.model_dump()
+    given = {name: text for name, text in fields.items() if name in known}
+    changes = {name: value for name, text in given.items() if (value := _value(text)) != known[name]}
+    try:
+        if changes:
+            operations_of(view.request).change_policy(federation, changes, unchanged(federation, fields.get("tag", "")))
+    except (SteeringError, ProblemError) as error:
+        return _policy_page(view, federation, given, str(error).split("\n  ")[1:] or [str(error)], 422)
+    view.changed()
+    return see_other(f"/f/{federation}/policy")
+
+
+def _value(text: str) -> object:
+    """A field of the policy form: a number, true, false, or none if it is empty; the policy checks all else."""
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return text
 
 
 @forms.post("/federations/{federation}/{action}")

@@ -93,6 +93,23 @@ def coded(value: str) -> Markup:
     )
 
 
+def moment_of(text: str) -> float | None:
+    """The unix time of a date and time in a form, in UTC unless it names a time zone; None if it is empty.
+
+    Raises:
+        ValueError: it is not a date and time.
+    """
+    at = datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+    return None if at is None else (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def qr_code(text: str) -> Markup:
+    """A QR code as SVG, dark on white in both themes. It has no inline style, which the page's security policy forbids."""
+    import segno
+
+    return Markup(segno.make(text, error="l").svg_inline(border=3, light="#fff", omitsize=True))  # noqa: S704 - shapes only
+
+
 def add_formats(environment: Environment) -> None:
     """Add these functions as template filters; each one turns None into "unavailable"."""
 

@@ -40,6 +40,7 @@ class EventFilter(Value):
     Attributes:
         text: in the event's sentence or fields, ignoring case.
         level: the lowest level; events selected by name are shown at any level.
+        since, until: unix times; `until` is excluded.
     """
 
     event: str = ""
@@ -47,6 +48,8 @@ class EventFilter(Value):
     federation: str = ""
     text: str = ""
     level: str = ""
+    since: float | None = None
+    until: float | None = None
 
 
 class Events(schema.Queries):
@@ -64,7 +67,7 @@ class Events(schema.Queries):
         """Add an event; it is in the table shortly after."""
         level, message = sentence_of(event) or Sentence(LEVELS["debug"], str(event["event"]).replace("_", " "))
         named = {name: str(event.get(name) or "") for name in ("event", "client", "federation")}
-        row = {**named, "level": level, "message": message, "content": json.dumps(event)}
+        row = {**named, "t": event.get("t") or 0.0, "level": level, "message": message, "content": json.dumps(event)}
         with self._planning:
             self._waiting.append(row)
         self._plan()
@@ -120,6 +123,10 @@ class Events(schema.Queries):
                 query = query.filter_by(**{name: value.replace("\0", "")})
         if before is not None:
             query = query.where(table.c.id < before)
+        if wanted.since is not None:
+            query = query.where(table.c.t >= wanted.since)
+        if wanted.until is not None:
+            query = query.where(table.c.t < wanted.until)
         if wanted.level and not wanted.event:
             query = query.where(table.c.level >= LEVELS.get(wanted.level, 0))
         if wanted.text:

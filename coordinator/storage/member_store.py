@@ -4,7 +4,7 @@ Part of the store: same database, same rules (one transaction per method, durabl
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
 from sqlalchemy import Update, delete, insert, or_, select, update
@@ -20,9 +20,9 @@ class MemberStore(schema.Queries):
 
     # Tokens
 
-    def add_token(self, token: TokenRecord) -> None:
-        """Store a new token."""
-        self._write(insert(schema.tokens).values(**asdict(token)))
+    def add_tokens(self, tokens: Sequence[TokenRecord]) -> None:
+        """Store new tokens."""
+        self._write(*(insert(schema.tokens).values(**asdict(token)) for token in tokens))
 
     def tokens(self) -> list[TokenRecord]:
         """All tokens, oldest first."""

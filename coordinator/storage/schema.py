@@ -79,7 +79,8 @@ conditions = _table("conditions", records.ConditionRecord, ("federation", "devic
 _SUM = {"round": int, "attempt": int, "content": str}
 sealed_sums = _table("sealed_sums", _SUM, ("federation",), _OF_FEDERATION)
 api_tokens = _table("api_tokens", records.ApiTokenRecord, ("id",))
-_EVENT = {"id": int, "event": str, "client": str, "federation": str, "level": int, "message": str, "content": str}
+_EVENT = {"id": int, "t": float, "level": int}
+_EVENT |= dict.fromkeys(("event", "client", "federation", "message", "content"), str)
 events = _table("events", _EVENT, ("id",))
 used_keys = _table("used_keys", {"token": str, "key": str, "used_at": float}, ("token", "key"))
 

@@ -56,8 +56,9 @@ def logged_in(browser: Browser) -> Iterator[LogIn]:
     """`logged_in(page, theme, width)`: a browser of its own with a session of an operator."""
     made: list[BrowserContext] = []
 
-    def log_in(page: ServedPage, theme: str = "light", width: int = 1280) -> BrowserContext:
+    def log_in(page: ServedPage, theme: str = "light", width: int = 1280, zone: str = "UTC") -> BrowserContext:
         context = browser.new_context(
+            timezone_id=zone,
             color_scheme="dark" if theme == "dark" else "light",
             viewport={"width": width, "height": 844},
             base_url=f"http://127.0.0.1:{page.port}",
@@ -113,7 +114,7 @@ def test_ten_tabs_load_and_every_visible_one_is_live(page: ServedPage, logged_in
     shows_online(tabs[4], 3)
 
 
-SCREENS = ("", "/worth", "/models", "/sent")
+SCREENS = ("", "/worth", "/models", "/sent", "/policy")
 MORE_SCREENS = (
     "/",
     "/search?q=line-000",
@@ -261,6 +262,56 @@ def test_the_slash_key_searches_and_all_devices_shown_are_selected_at_once_by_ke
     tab.get_by_label("With the selected devices").select_option("enable")
     tab.get_by_role("button", name="Continue…").press("Enter")
     expect(tab.get_by_role("heading", name="Enable: 10 devices?")).to_be_visible()
+
+
+def test_keys_lead_to_the_screens_unless_a_person_types_or_has_switched_them_off(
+    page: ServedPage, logged_in: LogIn
+) -> None:
+    tab = logged_in(page).new_page()
+    tab.goto("/devices")
+    keys = tab.get_by_role("dialog", name="Keyboard shortcuts")
+    tab.get_by_role("searchbox").press_sequentially("?ge")
+    expect(keys).to_have_count(0)
+    tab.get_by_role("searchbox").blur()
+    for first, second, path in (("g", "r", "/repairs"), ("g", "e", "/events"), ("g", "h", "/"), ("g", "d", "/devices")):
+        tab.keyboard.press(first)
+        tab.keyboard.press(second)
+        expect(tab).to_have_url(path)
+        tab.wait_for_load_state()
+    tab.keyboard.press("Control+g")
+    tab.keyboard.press("r")
+    tab.keyboard.press("?")
+    expect(keys).to_contain_text("Repairs")
+    keys.get_by_role("checkbox").uncheck()
+    tab.keyboard.press("Escape")
+    expect(keys).to_have_count(0)
+    for key in "gr?":
+        tab.keyboard.press(key)
+    expect(keys).to_have_count(0)
+    expect(tab).to_have_url("/devices")
+    tab.get_by_role("button", name="Keyboard shortcuts").click()
+    expect(keys.get_by_role("checkbox")).not_to_be_checked()  # to switch them on again
+
+
+def test_a_time_is_asked_in_the_zone_of_the_browser_and_sent_in_utc(page: ServedPage, logged_in: LogIn) -> None:
+    tab = logged_in(page, zone="Europe/Berlin").new_page()
+    tab.goto("/events")
+    tab.get_by_label("From (Europe/Berlin)").fill("2026-06-01T02:00")
+    expect(tab).to_have_url(re.compile(r"from=2026-06-01T00%3A00%3A00\.000Z"))
+    tab.reload()
+    expect(tab.get_by_label("From (Europe/Berlin)")).to_have_value("2026-06-01T02:00")
+    expect(tab.locator("#live")).to_contain_text("times in the zone Europe/Berlin")
+
+
+def test_a_page_is_printed_light_without_navigation_and_with_its_figures(page: ServedPage, logged_in: LogIn) -> None:
+    tab = logged_in(page, "dark").new_page()
+    tab.goto("/f/tiny/policy")
+    tab.emulate_media(media="print")
+    for hidden in (tab.get_by_role("navigation"), tab.get_by_role("button", name="Save")):
+        expect(hidden).to_have_count(0)
+    expect(tab.get_by_label("Deadline (seconds)")).to_be_visible()
+    assert tab.evaluate("getComputedStyle(document.querySelector('main .card')).breakInside") == "avoid"
+    assert tab.evaluate("getComputedStyle(document.body).color") == "rgb(24, 32, 46)"
 
 
 def test_the_theme_switch_wins_over_the_system_and_is_remembered(page: ServedPage, logged_in: LogIn) -> None:

@@ -1,5 +1,5 @@
 "use strict";
-// The page works without this script. The script refreshes data, runs countdowns, draws charts and switches light and dark.
+// The page works without this script. The script refreshes data, runs countdowns, draws charts, has keyboard shortcuts and switches light and dark.
 const root = document.documentElement;
 const theme = localStorage.getItem("fedcg-theme");
 if (theme) root.dataset.theme = theme;
@@ -125,8 +125,47 @@ function follow() {
   refreshSoon();
 }
 
+// Fields for date and time are in the browser's time zone; their form sends UTC. Without this script they are in UTC.
+const ZONE = Intl.DateTimeFormat().resolvedOptions().timeZone;
+function showZone() {
+  for (const each of document.querySelectorAll("[data-zone]")) each.textContent = ZONE;
+  for (const each of document.querySelectorAll("input[data-at]")) {
+    const at = new Date(each.dataset.at * 1000);
+    each.value = new Date(at - at.getTimezoneOffset() * 60000).toISOString().slice(0, 16);
+    each.removeAttribute("data-at");
+  }
+}
+document.addEventListener("formdata", (event) => {
+  for (const each of event.target.querySelectorAll("input[type=datetime-local]")) if (each.value) event.formData.set(each.name, new Date(each.value).toISOString());
+});
+
+// Keyboard shortcuts. They can be switched off, because single keys disturb speech input.
+const SCREENS = { h: ["Home", "/"], d: ["Devices", "/devices"], r: ["Repairs", "/repairs"], e: ["Events", "/events"] };
+const OFF = "fedcg-keys-off", SEQUENCE_MS = 1500;
+let pressedG = 0;
+function showKeys() {
+  const box = Object.assign(document.createElement("dialog"), { id: "keys", className: "card" });
+  const screens = Object.entries(SCREENS).map(([key, [name]]) => `<dt><kbd>g</kbd> then <kbd>${key}</kbd></dt><dd>${name}</dd>`).join("");
+  box.setAttribute("aria-labelledby", "keys-title");
+  box.innerHTML = `<h2 id="keys-title">Keyboard shortcuts</h2><dl><dt><kbd>?</kbd></dt><dd>This list</dd>${screens}</dl><form class="stack" method="dialog"><label class="check"><input type="checkbox"> Use these shortcuts</label><button autofocus>Close</button></form>`;
+  const use = box.querySelector("input");
+  use.checked = !localStorage.getItem(OFF);
+  use.addEventListener("change", () => (use.checked ? localStorage.removeItem(OFF) : localStorage.setItem(OFF, "1")));
+  box.addEventListener("close", () => box.remove());
+  document.body.append(box);
+  box.showModal();
+}
+document.addEventListener("keydown", (event) => {
+  if (!live() || event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea, dialog") || localStorage.getItem(OFF)) return;
+  const screen = Date.now() - pressedG < SEQUENCE_MS && SCREENS[event.key];
+  pressedG = event.key === "g" ? Date.now() : 0;
+  if (event.key === "?") showKeys();
+  else if (screen) location.href = screen[1];
+});
+
 document.addEventListener("DOMContentLoaded", () => {
   tick();
+  showZone();
   setInterval(tick, 1000);
   if (!live()) return;
   document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
@@ -136,7 +175,7 @@ document.addEventListener("DOMContentLoaded", () => {
 });
 addEventListener("load", draw);
 addEventListener("resize", draw);
-document.addEventListener("htmx:after:swap", () => { tick(); draw(); });
+document.addEventListener("htmx:after:swap", () => { tick(); showZone(); draw(); });
 document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
 document.addEventListener("keydown", (event) => {
   const box = document.getElementById("find");
@@ -152,6 +191,7 @@ document.addEventListener("change", (event) => {
 document.addEventListener("click", (event) => {
   const copy = event.target.closest("[data-copy]");
   if (copy) navigator.clipboard?.writeText(document.querySelector(copy.dataset.copy).textContent).then(() => { copy.textContent = "Copied"; });
+  if (event.target.closest("[data-keys]")) showKeys();
   if (!event.target.closest("[data-theme-switch]")) return;
   const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = isDark ? "light" : "dark";

@@ -20,7 +20,7 @@ from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig, EnrolmentSettings
 from coordinator.http.device_api import create_enrolment_app, listening, serving
 from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits
-from coordinator.members.enrolment import WantedToken, create_token
+from coordinator.members.enrolment import WantedToken, create_tokens
 from coordinator.members.membership import Admission
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_context, server_credential
@@ -73,7 +73,7 @@ class Desk:
         return time.time() + self.ahead_s
 
     def token(self, device: str | None = None, **wishes: Any) -> Token:
-        return create_token(self.home, self.store, self.clock(), WantedToken(device=device, **wishes))[0]
+        return create_tokens(self.home, self.store, self.clock(), [WantedToken(device=device, **wishes)])[0][0]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [dict(event) for event in read_events(self.home.events_file) if event["event"] == name]

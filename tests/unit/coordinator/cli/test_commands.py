@@ -1,5 +1,6 @@
 """The commands that steer: through the API of a running coordinator, over the network with a token, and without a coordinator."""
 
+import csv
 import json
 import re
 import socket
@@ -259,6 +260,30 @@ def test_a_token_names_the_authority_the_place_and_its_end_and_is_shown_once(hom
     assert (other.device, other.secret != token.secret) == (None, True)
     assert "fedcg enrol --token - --device ID" in shown
     assert other.text not in run_fedcg("token", "list", "--dir", home.root).output
+
+
+def test_a_range_of_devices_gets_its_tokens_once_as_csv_or_none(home: Home) -> None:
+    rows = list(
+        csv.DictReader(
+            run_fedcg("token", "create", "--device", "cam-8..cam-10", "--dir", home.root).output.splitlines()
+        )
+    )
+    assert [Token.parse(row["token"]).device for row in rows] == ["cam-8", "cam-9", "cam-10"]
+    assert all(f" FEDCG_TOKEN={row['token']} fedcg enrol --out tiny; " in row["line"] for row in rows)
+    listed = ask(home, "token", "list")
+    assert [step["state"] for step in listed[0]["steps"]] == ["done", *["open"] * 5]
+    assert run_fedcg("token", "create", "--device", "a..c", "--dir", home.root).exit_code == BAD_INPUT
+    assert len(ask(home, "token", "list")) == len(listed) == 3
+
+
+def test_the_changes_of_a_policy_are_told_with_author_and_values(home: Home) -> None:
+    ask(home, "federation", "set", "deadline_s=900")
+    ask(home, "federation", "set", "min_clients=4", "max_clients=5")
+    told = ask(home, "federation", "policy")
+    changes = [(each["field"], each["before"], each["after"]) for each in told["changes"]]
+    assert changes == [("max_clients", None, 5), ("min_clients", 2, 4), ("deadline_s", 600.0, 900.0)]
+    (name,) = {each["by"] for each in told["changes"]}
+    assert re.search(rf"{name} +max_clients +none +5", run_fedcg("federation", "policy", "--dir", home.root).output)
 
 
 def test_tokens_are_listed_with_what_they_are_still_good_for(home: Home) -> None:

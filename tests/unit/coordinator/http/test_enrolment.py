@@ -2,9 +2,12 @@
 
 import http.client
 import json
+import os
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,9 +22,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from coordinator.config import EnrolmentSettings
-from coordinator.errors import HomeError
+from coordinator.errors import EnrolmentError, HomeError
 from coordinator.http import device_api as listeners
-from coordinator.members.enrolment import revoke_token
+from coordinator.members.enrolment import enrol_line, ids_in, revoke_token
 from coordinator.paths import BROKER_NAME, Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue
@@ -91,6 +94,36 @@ def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(
     assert known.public_key == keys.signing.public.hex
     (event,) = desk.events("device_enrolled")
     assert (event["client"], event["reloaded"]) == ("line-4", False)  # no broker runs here
+
+
+@pytest.mark.parametrize("setting", ["", "ignoreboth"])
+def test_the_line_for_a_shell_enrols_and_leaves_no_token_in_the_history(
+    desk: Desk, tmp_path: Path, setting: str
+) -> None:
+    program, history = tmp_path / "bin" / "fedcg", tmp_path / "history"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedcg "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "my images").mkdir()
+    token = desk.token()
+    line = enrol_line(token, FEDERATION, str(tmp_path / "my images"))
+    named = line.replace("$(uname -n ", "$(echo Line.4 ")  # the name of the machine that runs the test may be no id
+    assert named != line
+    variables = {"PATH": f"{program.parent}:{os.environ['PATH']}", "HISTFILE": str(history), "HISTCONTROL": setting}
+    typed, environment = f"echo before\n{named}\nexit\n", {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    shell = ["setsid", "bash", "--norc", "-i"]
+    session = subprocess.run(shell, input=typed, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "Enrolled as line-4" in session.stdout, session.stdout + session.stderr
+    assert load_config(tmp_path / FEDERATION / "agent.toml", {}).data.root == tmp_path / "my images"
+    assert history.read_text().split("\n") == ["echo before", "exit", ""]
+
+
+@pytest.mark.parametrize("devices", ["a-1..a-201", "a-2..a-1", "a-1..b-2", "a-1..a-9999999", "..", ""])
+def test_a_range_of_ids_has_one_beginning_and_a_bound(devices: str) -> None:
+    assert ids_in("cam08..cam10") == ["cam08", "cam09", "cam10"]
+    assert len(ids_in("line-1..line-200")) == 200
+    with pytest.raises(EnrolmentError, match="a range of at most 200 ids"):
+        ids_in(devices)
 
 
 def test_the_coordinator_keeps_no_secret_of_a_token(desk: Desk) -> None:

@@ -43,9 +43,9 @@ WORDS = "1e400 Infinity NaN 1e300 31622400 100000 2 1 0 -1 -1e300 1e-300"
 EXTREMES = (str(2**63), "9" * 400, *WORDS.split())
 JSON = "application/json"
 PAGES = "/f/tiny /f/tiny/worth /f/tiny/models /f/tiny/sent /f/tiny/sent.html /devices /devices/a /metrics"
-MORE_PAGES = "/ /repairs /events /enrolment /federations /federations/new"
+MORE_PAGES = "/ /f/tiny/policy /repairs /events /enrolment /federations /federations/new"
 ANSWERS = "devices devices/a problems events enrolment-tokens"
-OF_FEDERATION = ("", "/policy", "/rounds", "/rounds/1", "/now")
+OF_FEDERATION = ("", "/policy", "/policy/changes", "/rounds", "/rounds/1", "/now")
 GIVEN = (
     *f"{PAGES} {MORE_PAGES}".split(),
     *(f"/api/v1/{path}" for path in ANSWERS.split()),

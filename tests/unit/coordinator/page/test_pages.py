@@ -40,7 +40,7 @@ SCREENS = (
     "/events",
 )
 WORTHLESS = json.dumps({"accuracy": 0.0})
-MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
+MORE_SCREENS = ("/enrolment", "/f/tiny/policy", "/federations", "/federations/new", "/confirm/stop/tiny")
 
 
 @pytest.fixture

@@ -245,8 +245,8 @@ def filled(database: Path | URL) -> Path | URL:
         store.add_federation(federation, records.AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
         for device in ("line-1", "line-2"):
             store.add_device(device, device * 8, 2.0, records.CertificateRecord(device, device, 2.0, 9e9, None, "PEM"))
-        store.register.add_token(
-            records.TokenRecord("0" * 16, "f" * 64, "line-3", replaces=False, created_at=2.0, expires_at=9e9)
+        store.register.add_tokens(
+            [records.TokenRecord("0" * 16, "f" * 64, "line-3", replaces=False, created_at=2.0, expires_at=9e9)]
         )
         store.register.end_membership("line-2", records.DeviceState.REVOKED, "stolen", 50.0)
         store.open_attempt(*KEY, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)

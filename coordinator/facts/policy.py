@@ -1,0 +1,38 @@
+"""Facts about the policy of a federation: its changes."""
+
+import json
+
+from coordinator.facts.known import Known
+from coordinator.storage.event_store import EventFilter
+from fedcg.values import Value
+
+LAST_CHANGES = 50
+
+
+class PolicyChange(Value):
+    """A change of a field of the policy.
+
+    Attributes:
+        at: unix time.
+        by: name of the API token, empty if unknown.
+    """
+
+    at: float
+    by: str
+    field: str
+    before: bool | int | float | str | None
+    after: bool | int | float | str | None
+
+
+def policy_changes(known: Known, federation: str) -> list[PolicyChange]:
+    """The last changes of a federation's policy, newest first, as far back as the database has events.
+
+    Raises:
+        NotFoundError: there is no such federation.
+    """
+    wanted = EventFilter(event="policy_changed", federation=known.federation(federation).id)
+    return [
+        PolicyChange(each["t"], each["by"], field, json.loads(before), json.loads(after))
+        for each in known.store.events.last(wanted, LAST_CHANGES)
+        for field, before, after in zip(each["changed"], each["before"], each["after"], strict=True)
+    ]
