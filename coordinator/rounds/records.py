@@ -68,7 +68,10 @@ class TokenState(str, Enum):
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """A device that has been enrolled; only devices in state `enrolled` may participate, and disabled ones are not invited."""
+    """A device that has been enrolled; only devices in state `enrolled` may participate, and disabled ones are not invited.
+
+    Failures in attempts opened before `readmitted_at` no longer leave it out of rounds.
+    """
 
     id: str
     public_key: str
@@ -80,6 +83,7 @@ class DeviceRecord:
     ended_because: str = ""
     disabled_at: float | None = None
     disabled_because: str = ""
+    readmitted_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,8 @@ class ParticipantRecord:
         share: requested share of the spec's local steps.
         accepted_at: unix time.
         predicted_s: its predicted seconds from then until its update.
+        training_at: unix time of its first progress report, if its owner allows `health`; its download was complete then.
+        declined_at: unix time when it declined or was dropped.
     """
 
     client: str
@@ -212,6 +218,8 @@ class ParticipantRecord:
     share: float = 1.0
     accepted_at: float | None = None
     predicted_s: float | None = None
+    training_at: float | None = None
+    declined_at: float | None = None
 
 
 @dataclass(frozen=True)
