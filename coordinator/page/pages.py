@@ -1,7 +1,8 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,9 +16,10 @@ from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions, served_models, worth
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
+from coordinator.facts.timeline import round_timeline
 from coordinator.http.access import Role, access_of, end_session, require, set_session
 from coordinator.http.changes import ChangeRoute, in_turn
-from coordinator.http.operator_api import operations_of
+from coordinator.http.operator_api import OfAttempt, OfRound, operations_of
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, token_facts
 from coordinator.operations.create_federation import example_plan, read_plan
@@ -26,9 +28,13 @@ from coordinator.page.views import View, form_of, own_path, plain_page, see_othe
 from coordinator.rounds.records import FederationStatus
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered
+from fedcg.learning.spec import RoundPolicy
+from fedcg.sentences import texts
 
 PER_PAGE = 100
 SHOWN_CLIENTS = 100
+DRAWN_NOW = 20
+"""Clients in the timeline of the last round; that of a chosen round has `SHOWN_CLIENTS`."""
 SHOWN_EVENTS = 200
 PER_KIND = 20
 ON_NOW = 8
@@ -52,12 +58,21 @@ def front(view: Asked) -> Response:
 
 
 @router.get("/f/{federation}")
-def now(federation: str, view: Asked) -> Response:
-    """The current state of a federation."""
+def now(federation: str, view: Asked, phase: str = "", number: OfRound = None, attempt: OfAttempt = None) -> Response:
+    """The current state of a federation, its clients in one phase or in all, and the course of a round."""
     facts = view.facts(current_round, federation)
-    recent = view.facts(_recent_events, federation)
     return view.render(
-        "now.html", federation=federation, is_same_for_all=True, facts=facts, recent=recent, shown=SHOWN_CLIENTS
+        "now.html",
+        federation=federation,
+        is_same_for_all=True,
+        facts=facts,
+        record=view.known.federation(federation),
+        clients=[each for each in facts.clients if phase in ("", each.phase.value)],
+        phase=phase,
+        timeline=view.facts(round_timeline, federation, number, attempt),
+        recent=view.facts(_recent_events, federation),
+        shown=SHOWN_CLIENTS,
+        drawn=SHOWN_CLIENTS if number else DRAWN_NOW,
     )
 
 
@@ -158,9 +173,31 @@ def new_federation(view: Asked) -> Response:
 
 
 @router.get("/confirm/{action}/{name}")
-def confirm(action: str, name: str, view: Asked) -> Response:
-    """A confirmation with a reason: stop or pause a federation, disable a device."""
-    return view.render("confirm.html", action=action, name=name)
+def confirm(action: str, name: str, view: Asked, to: str = "") -> Response:
+    """A change with its effect and its inputs; `to` is the page to return to. The query may suggest values of policy fields."""
+    is_federation = action in CHANGES
+    back = own_path(to or ("/federations" if is_federation else f"/devices/{name}"))
+    found, inputs = texts().operations.get(action), []
+    if action == "set":
+        suggested = {key: value for key, value in view.request.query_params.items() if key in RoundPolicy.model_fields}
+        inputs = policy_inputs(view.known.federation(name).policy, suggested)
+    return view.render(
+        "confirm.html", action=action, name=name, found=found, inputs=inputs, to=back, is_federation=is_federation
+    )
+
+
+def policy_inputs(policy: RoundPolicy, suggested: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Inputs of a form for the numbers of a policy, with bounds: of those with a suggested value, or of those in `STEERED`."""
+    found = []
+    for name in [name for name in STEERED if name in suggested] or STEERED:
+        schema = RoundPolicy.model_json_schema()["properties"][name]
+        bounds = next(iter(schema.get("anyOf", [schema])))
+        present = getattr(policy, name)
+        present = "" if present is None else f"{present:.12g}"
+        step = "any" if bounds["type"] == "number" else "1"
+        found.append({"name": name, "about": schema["description"], "present": present, "step": step, **bounds})
+        found[-1]["value"] = suggested.get(name, present)
+    return found
 
 
 def enrolment_values(view: View) -> dict[str, Any]:
@@ -188,14 +225,18 @@ def _mentions(device: DeviceFacts, wanted: str) -> bool:
     return not wanted or any(wanted in text.lower() for text in (device.id, device.agent or "", *device.remarks))
 
 
+STEERED = ("rounds", "min_clients", "min_cohort", "max_clients", "deadline_s", "max_attempts")
+"""Policy fields in the form of the page."""
+_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 HOURS = ("1", "24", "168")
-CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
-    "start": lambda doing, federation, _reason, _rounds: doing.start(federation),
-    "pause": lambda doing, federation, reason, _rounds: doing.pause(federation, reason),
-    "resume": lambda doing, federation, _reason, _rounds: doing.resume(federation),
-    "stop": lambda doing, federation, reason, _rounds: doing.stop(federation, reason),
-    "archive": lambda doing, federation, _reason, _rounds: doing.archive(federation),
-    "extend": lambda doing, federation, _reason, rounds: doing.extend(federation, rounds),
+CHANGES: dict[str, Callable[[Operations, str, Mapping[str, str]], object]] = {
+    "start": lambda doing, federation, _: doing.start(federation),
+    "pause": lambda doing, federation, fields: doing.pause(federation, fields.get("reason", "")),
+    "resume": lambda doing, federation, _: doing.resume(federation),
+    "stop": lambda doing, federation, fields: doing.stop(federation, fields.get("reason", "")),
+    "archive": lambda doing, federation, _: doing.archive(federation),
+    "extend": lambda doing, federation, fields: doing.extend(federation, _rounds(fields)),
+    "set": lambda doing, federation, fields: doing.change_policy(federation, _policy(fields)),
 }
 """Changes of a federation by the last part of the form's URL."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
@@ -259,16 +300,22 @@ def delete_token(token: str, view: Asked) -> Response:
 
 @forms.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
-    """Disable or enable a device."""
-    reason = fields.get("reason", "")
+    """Disable, enable or readmit a device, or create a token for its replacement."""
+    operations = operations_of(view.request)
     if action == "disable":
-        operations_of(view.request).disable(device, reason)
+        operations.disable(device, fields.get("reason", ""))
     elif action == "enable":
-        operations_of(view.request).enable(device)
+        operations.enable(device)
+    elif action == "readmit":
+        operations.readmit(device)
+    elif action == "replace":
+        wanted = WantedToken.model_construct(replaces=device, federation=fields.get("federation") or None)
+        made, record = operations.create_enrolment_token(wanted)
+        return view.render("enrolment.html", **enrolment_values(view), made=made, expires_at=record.expires_at)
     else:
-        raise SteeringError(f"{action!r} is not a device action; choose enable or disable")
+        raise SteeringError(f"{action!r} is not a device action; choose disable, enable, readmit or replace")
     view.changed()
-    return see_other(f"/devices/{device}")
+    return see_other(own_path(fields.get("to") or f"/devices/{device}"))
 
 
 @forms.post("/federations/new")
@@ -290,17 +337,33 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 
 @forms.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
-    """Start, pause, resume, stop, archive or extend a federation."""
-    change, rounds = CHANGES.get(action), fields.get("rounds", "")
-    reason = fields.get("reason", "")
+    """Start, pause, resume, stop, archive or extend a federation, or change its policy."""
+    change = CHANGES.get(action)
     if change is None:
         raise SteeringError(f"{action!r} is not a federation action; choose one of {', '.join(CHANGES)}")
-    if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
-        raise SteeringError(f"rounds = {rounds!r}: enter the number of rounds to add, as a whole number")
-    more = int(rounds) if action == "extend" else 0
-    change(operations_of(view.request), federation, reason, more)
+    change(operations_of(view.request), federation, fields)
     view.changed()
-    return see_other("/federations")
+    return see_other(own_path(fields.get("to") or "/federations"))
+
+
+def _rounds(fields: Mapping[str, str]) -> int:
+    """The number of rounds to add."""
+    rounds = fields.get("rounds", "")
+    if not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
+        raise SteeringError(f"rounds = {rounds!r}: enter the number of rounds to add, as a whole number")
+    return int(rounds)
+
+
+def _policy(fields: Mapping[str, str]) -> dict[str, object]:
+    """The policy fields that differ from the form's values when it was shown, so that it reverts no other operator's change."""
+    sent = {name: fields[name] for name in STEERED if name in fields and fields[name] != fields.get(f"was_{name}")}
+    changed: dict[str, object] = {
+        name: (float if "." in text else int)(text) if _NUMBER.fullmatch(text) else text or None
+        for name, text in sent.items()
+    }
+    if not changed:
+        raise SteeringError("nothing was changed: all values are the present ones")
+    return changed
 
 
 def _created(operations: Operations, text: str, *, start: bool) -> str:

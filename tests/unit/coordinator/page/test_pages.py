@@ -18,6 +18,7 @@ from coordinator.members.api_tokens import Role
 from coordinator.page.views import Recent
 from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.storage import schema
+from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, DoctorFinding, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
@@ -29,7 +30,7 @@ MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
 LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
 SCREENS = ("/", "/f/tiny", "/f/tiny/worth", "/f/tiny/models", "/f/tiny/sent", "/devices", "/repairs", "/events")
 WORTHLESS = json.dumps({"accuracy": 0.0})
-MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
+MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny", "/confirm/set/tiny")
 
 
 @pytest.fixture
@@ -174,10 +175,15 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     assert "10 %" in row
     assert "classify" in row
     assert ", done" not in row  # one report has no rate
+    begun = page.made.world.store.participants("tiny", RoundAttempt(1, 1))[0].training_at
+    assert begun is not None
     time.sleep(0.05)
     report(60)
     row = shows(reader, "/f/tiny", '<progress max="1" value="0.3" ').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "30 %, done" in row
+    assert page.made.world.store.participants("tiny", RoundAttempt(1, 1))[0].training_at == begun, "the first report"
+    assert "3 training" in shows(reader, "/f/tiny?phase=training", 'id="c-b"')
+    assert "No client is declined now." in reader.get("/f/tiny?phase=declined")[1]
     ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
     assert ends_at is not None
     assert f'data-until="{ends_at:.0f}"' in row
@@ -199,9 +205,11 @@ def test_a_refresh_of_now_is_its_live_part_made_once_for_all_who_watch(page: Ser
     viewer, operator = page.reader(Role.VIEWER), page.reader()
     page.application.state.recent = Recent(clock=lambda: 0.0)  # six requests may take longer than a part is kept
     refresh = {"HX-Request": "true"}
-    parts = {reader.ask("GET", "/f/tiny", **refresh)[2] for reader in (viewer, operator) for _ in range(3)}
-    assert len(parts) == 1, "they differ, so each was made for one reader"
-    (part,) = parts
+    readers = (viewer, page.reader(Role.VIEWER), operator, page.reader())
+    parts = [reader.ask("GET", "/f/tiny", **refresh)[2] for reader in readers for _ in range(2)]
+    assert len(set(parts)) == 2, "they differ more than by the links of operators, so each was made for one reader"
+    part = parts[0]
+    assert ["/confirm/pause/tiny?to=/f/tiny" in each for each in parts] == [False] * 4 + [True] * 4
     assert 'id="live"' in part
     assert 'id="repairs-count"' in part
     assert all(word not in part for word in ("<html", "<nav", "form_token"))
@@ -253,6 +261,92 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert store.federation("second").status is FederationStatus.RUNNING
     assert operator.post("/logout", form_of="/devices")[0] == 303
     assert operator.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
+
+
+def test_an_operator_steers_from_now_and_comes_back_to_it_and_a_stale_form_reverts_nothing(page: ServedPage) -> None:
+    operator, store = page.reader(), page.made.world.store
+    form = "/confirm/set/tiny?to=/f/tiny"
+    text = operator.get(form)[1]
+    assert 'name="deadline_s" value="600" min="1" max="31622400.0" step="any" required' in text
+    assert 'name="max_clients" value="" min="1" max="100000" step="1">' in text
+    was = {"was_deadline_s": "600", "was_max_attempts": "3", "was_max_clients": ""}
+    page.made.operations.change_policy("tiny", {"max_attempts": 7})  # by another operator, since the form was shown
+    sent = {**was, "deadline_s": "90.5", "max_attempts": "3", "max_clients": "40", "to": "/f/tiny"}
+    status, headers, _ = operator.post("/federations/tiny/set", form_of=form, **sent)
+    assert (status, headers["location"]) == (303, "/f/tiny")
+    policy = store.federation("tiny").policy
+    assert (policy.deadline_s, policy.max_attempts, policy.max_clients) == (90.5, 7, 40)
+    line = shows(operator, "/f/tiny", 'class="hint policy"').partition('class="hint policy">')[2].partition("</p>")[0]
+    assert line == "fedcg · at least 2 clients, at most 40 · deadline 2 min · 7 attempts · equal-steps"
+    for fields, answer, problem in (
+        (was | {"deadline_s": "600"}, 409, "nothing was changed"),
+        (
+            {"deadline_s": "0", "max_attempts": "x", "rounds": "1" * 5000},
+            422,
+            "deadline_s: must be greater than or equal",
+        ),
+        ({"max_attempts": "x"}, 422, "max_attempts: must be a whole number"),
+    ):
+        code, _, found = operator.post("/federations/tiny/set", form_of=form, **fields)
+        assert (code, problem in found) == (answer, True)
+    done = operator.post("/federations/tiny/extend", form_of="/confirm/extend/tiny", rounds="2", to="//evil.example")
+    assert (done[0], done[1]["location"], store.federation("tiny").policy.rounds) == (303, "/", 4)
+    only = operator.get("/confirm/set/tiny?deadline_s=7200&to=/repairs")[1]
+    assert 'name="deadline_s" value="7200"' in only
+    assert 'name="max_attempts"' not in only
+    assert "Only operators and admins" in page.reader(Role.VIEWER).get(form)[1]
+
+
+def test_repairs_have_buttons_that_lead_to_a_confirmation_and_back(page: ServedPage) -> None:
+    operator, store = page.reader(), page.made.world.store
+    page.made.operations.disable("c", "moved")
+    page.made.operations.change_policy("tiny", {"min_cohort": 1})
+    page.made.devices["tiny"][0].start()
+    fewer = '"/confirm/set/tiny?to=/repairs&amp;min_clients=1">Change policy: min_clients = 1…'
+    shown = shows(operator, "/repairs", "too few devices", '"/confirm/enable/c?to=/repairs">Enable c…', fewer)
+    assert texts().operations["enable"][1] in shown
+    viewer = page.reader(Role.VIEWER).get("/repairs")[1]
+    assert ("/confirm/" in viewer, texts().operations["enable"][1] in viewer) == (False, True)
+    form = "/confirm/enable/c?to=/repairs"
+    status, headers, _ = operator.post("/devices/c/enable", form_of=form, to="/repairs")
+    assert (status, headers["location"], store.members()[2].disabled_at) == (303, "/repairs", None)
+    assert operator.post("/devices/c/readmit", form_of="/confirm/readmit/c", to="/repairs")[0] == 303
+    assert store.members()[2].readmitted_at is not None
+    assert "<option>second</option>" in operator.get("/confirm/replace/c?to=/repairs")[1]
+
+
+def test_the_timeline_of_a_round_is_drawn_and_written_in_the_page_the_api_and_the_command(page: ServedPage) -> None:
+    store, now = page.made.world.store, time.time()
+    add_crowd(store, "second", 30, 2, now)
+    opened = store.attempts("second")[1].opened_at
+    accepted, third = {"accepted_at": opened + 48.0, "training_at": opened + 96.0}, schema.participants
+    with store._engine.begin() as connection:
+        connection.execute(update(third).where(third.c.round == 2, third.c.client == "line-0003").values(**accepted))
+        at_updates = schema.updates.c.round == 2, schema.updates.c.client == "line-0003"
+        times = {"manifest_at": opened + 240.0, "stored_at": opened + 288.0}
+        connection.execute(update(schema.updates).where(*at_updates).values(**times))
+    text = page.reader().get("/f/second?round=2")[1].partition('id="timeline"')[2].partition("</section>")[0]
+    row = text.partition('href="/devices/line-0003"')[2].partition("</tr>")[0]
+    bars = re.findall(r'<rect class="([a-z-]+)" x="([\d.]+)" width="([\d.]+)"', row)
+    # of 480 s: 48 s are 100 units
+    assert [(name, float(x), float(width)) for name, x, width in bars] == [
+        ("invited", 0.0, 100.0),
+        ("download", 100.0, 100.0),
+        ("training", 200.0, 300.0),
+        ("upload", 500.0, 100.0),
+        ("waiting", 600.0, 400.0),
+    ]
+    assert "training <b>2 min</b>" in row
+    place = ("--url", f"http://127.0.0.1:{page.port}")
+    environment = {"FEDCG_API_TOKEN": page.token(Role.VIEWER), "COLUMNS": "200"}
+    told = run_fedcg("federation", "timeline", "second", "--round", "2", *place, environment=environment).output
+    assert re.search(r"line-0003 +48\.0 +48\.0 +144\.0 +48\.0 +192\.0 +accepted", told)
+    shown = run_fedcg("federation", "show", "second", *place, environment=environment).output
+    assert re.search(r"\n2 +1 +480\.0 +30 +0\.\d+ +0\.\d+", shown)
+    last = page.reader().get("/f/second")[1]
+    assert 'href="/f/second?round=2#timeline"' in last.partition('id="rounds"')[2]
+    assert "The slowest 20 of 30" in last
+    assert page.reader().get("/f/second?round=9")[0] == 404
 
 
 def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: ServedPage) -> None:
