@@ -68,7 +68,7 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     expect(page.locator("#live")).to_contain_text("The federation has ended", timeout=DEADLINE_MS)
     page.goto("/f/shapes?round=2#timeline")
     for stage in ("download", "training", "upload", "merge"):  # the reports of real devices divide their time
-        expect(page.locator("#timeline tbody tr").first).to_contain_text(re.compile(rf"{stage} \d+ s"))
+        expect(page.locator("#timeline tbody tr").first).to_contain_text(re.compile(rf"{stage} [\d.]+ s"))
     page.goto("/f/shapes/worth")
     row = page.locator("#w-site-1 td")
     for column in (2, 3, 4):  # alone, personal and downloaded are reported
