@@ -157,6 +157,7 @@ class Texts(Settings):
         audit_figures: the meaning of each figure of a device's audit.
         health: what to do about a device that reports this health.
         problems: the fact and the remedy of an open problem of the coordinator, by its kind.
+        operations: an operator's change: name, effect, and the same as a command.
         ended: kind and remedy for a device whose update was rejected, or which was dropped.
         lost_sums: what to do about a round without a sealed sum, by the phase in which the sum ended, or `other`.
         sum_obstacles: why a device is in no sum, and what to do, by `SumObstacle`.
@@ -172,6 +173,7 @@ class Texts(Settings):
     audit_figures: dict[str, str]
     health: dict[str, str]
     problems: dict[str, tuple[str, str]]
+    operations: dict[str, tuple[str, str, str]]
     ended: dict[str, tuple[str, str]]
     lost_sums: dict[str, str]
     sum_obstacles: dict[str, tuple[str, str]]

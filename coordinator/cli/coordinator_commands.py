@@ -191,10 +191,9 @@ def coordinator_status(
     runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
     lines = ["The coordinator is running." if runs else "No coordinator is running; read from its directory."]
     lines += ["", federations_table(federations), ""]
-    lines += [
-        f"{one['kind']}, {one['subject']}: {one['what']}\n  remedy: {one['remedy']}\n  details: {one['docs']}"
-        for one in problems
-    ]
+    for one in problems:
+        lines += [f"{one['kind']}, {one['subject']}: {one['what']}", f"  remedy: {one['remedy']}"]
+        lines += [f"  repair: {each['command']}" for each in one["repairs"]] + [f"  details: {one['docs']}"]
     values = {"runs": runs, "federations": federations, "problems": problems}
     text = "\n".join([*lines, *([] if problems else ["No open problems."])])
     return values, text, FAILED if check and (problems or not runs) else 0

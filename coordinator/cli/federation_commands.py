@@ -142,7 +142,40 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     forgotten = f"\nforgotten: {', '.join(found['forgotten'])}" if found["forgotten"] else ""
     updates = f"updates {now['delivered']} of {now['wanted']} (quorum {now['quorum']})"
     online = f"{now['online']} of {now['enrolled']} devices online"
-    return found, f"{_line(found)}\n{updates}, {online}\n{policy}\n{coded}{_sealed(found)}{forgotten}"
+    text = f"{_line(found)}\n{updates}, {online}\n{policy}\n{coded}{_sealed(found)}{forgotten}"
+    names = ("round", "attempts", "seconds", "merged", "accuracy", "alone")
+    rows = [[round(each[name], 3) if each[name] is not None else None for name in names] for each in now["last_rounds"]]
+    return found, text + (f"\n\n{table((*names[:-1], 'local-only'), rows, '')}" if rows else "")
+
+
+@federation_app.command("timeline")
+@asks
+def federation_timeline(
+    client: Client,
+    federation: Named = None,
+    number: Annotated[int | None, typer.Option("--round", min=1, help="Default: the last one.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Default: the last one of the round.")] = None,
+) -> Result:
+    """Show what each client did in a round attempt, in seconds: slowest first, by the coordinator's clock.
+
+    Example: fedcg federation timeline --round 3
+    """
+    from coordinator.facts.timeline import Stage
+
+    found = client.get(f"/federations/{client.federation(federation)}/timeline", round=number, attempt=attempt)
+    if found is None:
+        return found, "No round has been opened yet."
+    spent = [
+        {each["stage"]: round(each["end"] - each["start"], 1) for each in one["stages"]} for one in found["clients"]
+    ]
+    shown = [stage.value for stage in Stage if any(stage.value in each for each in spent)]
+    rows = [
+        (one["client"], *map(each.get, shown), one["outcome"], one["reason"])
+        for one, each in zip(found["clients"], spent, strict=True)
+    ]
+    missing = [f"\n{one['client']}: unknown {one['unknown']}" for one in found["clients"] if one["unknown"]]
+    title = f"{found['federation']}, round {found['round']}, attempt {found['attempt']}: {found['state']}"
+    return found, f"{title}\n{table(('client', *shown, 'outcome', 'reason'), rows, '')}{''.join(missing)}"
 
 
 @federation_app.command("start")
@@ -168,7 +201,7 @@ def federation_pause(client: Client, federation: Named = None, reason: Reason = 
 @federation_app.command("resume")
 @asks
 def federation_resume(client: Client, federation: Named = None) -> Result:
-    """Resume a federation that an operator paused, or that stalled after failed attempts.
+    """Resume a federation that an operator paused or that stalled, or open the next attempt after a failed one without a delay.
 
     Example: fedcg federation resume
     """

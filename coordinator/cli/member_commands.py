@@ -210,6 +210,17 @@ def device_set(
     return values, _devices([values])
 
 
+@device_app.command("readmit")
+@asks
+def device_readmit(client: Client, device: Device) -> Result:
+    """Invite a device again that is left out of rounds after repeated failures; they no longer count.
+
+    Example: fedcg device readmit line-4
+    """
+    values = client.change("POST", f"/devices/{device}/readmit")
+    return values, _devices([values])
+
+
 @device_app.command("revoke")
 @asks
 def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result:

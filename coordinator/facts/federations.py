@@ -211,6 +211,24 @@ class ClientNow(Value):
     expected_at: float | None = None
 
 
+class RoundSummary(Value):
+    """A closed round.
+
+    Attributes:
+        attempts: number of attempts that it took.
+        seconds: duration of the last one, from opening to aggregate.
+        merged: number of updates in its aggregate.
+        accuracy, alone: mean accuracies in [0, 1] that its clients reported: personal and local-only.
+    """
+
+    round: int
+    attempts: int
+    seconds: float
+    merged: int
+    accuracy: float | None
+    alone: float | None
+
+
 class CurrentRound(Position):
     """The present state of a federation; times are unix times.
 
@@ -225,6 +243,7 @@ class CurrentRound(Position):
         enrolled: number of devices that may participate.
         waits_for: what the next attempt is waiting for.
         odd: by client, the treatment of its last update if that was odd.
+        last_rounds: the last closed rounds, newest first.
     """
 
     is_served: bool
@@ -244,6 +263,7 @@ class CurrentRound(Position):
     merge: MergeProgress | None = None
     waits_for: str = ""
     odd: dict[str, str] = field(default_factory=dict)
+    last_rounds: list[RoundSummary] = field(default_factory=list)
 
 
 def current_round(known: Known, federation: str) -> CurrentRound:
@@ -288,7 +308,26 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         if service is None
         else {client: f"round {each.round}: {each.reason}" for client, each in service.round_driver.odd.items()},
         waits_for=_waits_for(record, state, service) if state.phase is Phase.WAITING and not is_over else "",
+        last_rounds=_last_rounds(known, federation, attempts),
     )
+
+
+def _last_rounds(known: Known, federation: str, attempts: list[records.AttemptRecord]) -> list[RoundSummary]:
+    closed = [each for each in attempts if each.state is records.AttemptState.CLOSED][: -ESTIMATED_FROM - 1 : -1]
+    if not closed:
+        return []
+    merged = known.store.overview.merged(federation)
+    means = {number: both for number, *both in known.store.overview.means(federation, closed[-1].round)}
+    return [
+        RoundSummary(
+            each.round,
+            each.attempt,
+            (each.closed_at or each.opened_at) - each.opened_at,
+            merged.get((each.round, each.attempt), 0),
+            *means.get(each.round, (None, None)),
+        )
+        for each in closed
+    ]
 
 
 def typical_round_s(attempts: list[records.AttemptRecord]) -> float | None:

@@ -6,7 +6,7 @@ its certificate's validity fails in the TLS handshake, before any report; `fedcg
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cache
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantRecord, ParticipantState
 from coordinator.service.service import Service
 from coordinator.updates.robustness import is_tolerated
+from fedcg.learning.spec import MAX_DEADLINE_S
 from fedcg.sentences import COHORT_ADVICE, texts
 from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome, SumObstacle
@@ -29,6 +30,9 @@ CLOCK_S = 60.0
 """Accepted difference between a device's clock and the coordinator's."""
 GONE_S = 3600.0
 """A device of a running federation is reported once it has been offline for longer than this."""
+
+MOST_REPAIRS = 5
+"""Most devices that one problem suggests to enable."""
 
 _NAMES = {DeclineReason.DIVERGED: "training diverged", DeclineReason.PAUSED: "paused by its owner"}
 
@@ -50,6 +54,31 @@ SEVERE = frozenset({"disk", "link lost", "stalled", "waits for owners", "too few
 """The kinds of problems that always block rounds."""
 
 
+class Repair(Value):
+    """An operation of the coordinator that may solve a problem.
+
+    Attributes:
+        operation: a key of `operations` in `sentences.toml`.
+        target: the federation or device that it changes.
+        arguments: suggested arguments, by name.
+        name, effect: what it is called, and what it does.
+        command: the same as a command.
+    """
+
+    operation: str
+    target: str
+    arguments: Mapping[str, float] = field(default_factory=dict)
+    name: str = field(init=False)
+    effect: str = field(init=False)
+    command: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        name, effect, command = texts().operations[self.operation]
+        words = [command.format(target=self.target), *(f"{key}={value:.12g}" for key, value in self.arguments.items())]
+        for attribute, value in (("name", name), ("effect", effect), ("command", " ".join(words))):
+            object.__setattr__(self, attribute, value)
+
+
 class Problem(Value):
     """Something that a person should fix.
 
@@ -60,6 +89,7 @@ class Problem(Value):
         remedy: what to do.
         is_severe: whether it blocks rounds.
         device: the affected device, if there is one.
+        repairs: operations of the coordinator that may solve it; empty if only work elsewhere does.
         docs: the section of the documentation about this kind.
     """
 
@@ -69,6 +99,7 @@ class Problem(Value):
     remedy: str
     is_severe: bool = False
     device: str | None = None
+    repairs: tuple[Repair, ...] = ()
     docs: str = ""
 
     def __post_init__(self) -> None:
@@ -88,12 +119,13 @@ def _problem(
     remedy: str = "",
     is_severe: bool = False,
     device: str | None = None,
+    repairs: tuple[Repair, ...] = (),
 ) -> Problem:
     """A problem with the text from `sentences.toml`; `remedy` replaces the remedy from there."""
     what, usual = texts().problems[kind]
     fields = {**fields, "subject": subject, "device": device}
     severe = is_severe or kind in SEVERE
-    return Problem(kind, subject, what.format(**fields), remedy or usual.format(**fields), severe, device)
+    return Problem(kind, subject, what.format(**fields), remedy or usual.format(**fields), severe, device, repairs)
 
 
 def open_problems(known: Known) -> list[Problem]:
@@ -116,13 +148,14 @@ def _of_devices(known: Known) -> Iterator[Problem]:
             yield from _of_certificate(device.id, life)
         signs = [service.conditions.doubled_at.get(device.id, 0.0) for service in known.services.values()]
         if known.now - max(signs, default=0.0) < DOUBLED_S:
-            yield _problem("two devices with one identity", device.id, {"minutes": DOUBLED_S / 60}, device=device.id)
+            about, repairs = {"minutes": DOUBLED_S / 60}, (Repair("replace", device.id),)
+            yield _problem("two devices with one identity", device.id, about, device=device.id, repairs=repairs)
 
 
 def _of_certificate(device: str, life: float) -> Iterator[Problem]:
     """Problems of a device's certificate with this share of its life left."""
     if life <= 0:
-        yield _problem("certificate ended", device, device=device)
+        yield _problem("certificate ended", device, device=device, repairs=(Repair("replace", device),))
     elif life < CERTIFICATE_SHARE:
         yield _problem("certificate near its end", device, {"life": life}, device=device)
 
@@ -139,7 +172,17 @@ def _of_federation(known: Known, record: FederationRecord) -> Iterator[Problem]:
     if service is not None and not service.is_connected:
         yield _problem("link lost", record.id)
     if state.phase is Phase.STALLED:
-        yield _problem("stalled", record.id, {"reason": state.reason})
+        last, repairs = known.store.last_attempt(record.id), [Repair("resume", record.id)]
+        if last is not None and (last.closed_at or 0.0) >= last.deadline_at:
+            repairs.append(_more_time(record))
+        yield _problem("stalled", record.id, {"reason": state.reason}, repairs=tuple(repairs))
+    if (
+        state.phase is Phase.WAITING
+        and state.attempt > state.first_attempt
+        and record.status is FederationStatus.RUNNING
+    ):
+        about = {"attempt": state.attempt - 1, "round": state.round, "reason": state.reason}
+        yield _problem("attempt failed", record.id, about, repairs=(Repair("resume", record.id),))
     if state.label == WAITS_FOR_OWNERS:
         unapproved = ", ".join(sorted(state.unapproved))
         yield _problem("waits for owners", record.id, {"round": state.round, "devices": unapproved})
@@ -159,10 +202,20 @@ def _of_clients(
                 verb = "declined" if person.reason in remedies() else f"{kind} in"
                 what = f"{verb} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
                 remedy = remedy.format(federation=record.id)
-                yield Problem(kind, f"{person.client} in {record.id}", what, remedy, device=person.client)
+                subject = f"{person.client} in {record.id}"
+                repairs: tuple[Repair, ...] = ()
+                if person.reason == DeclineReason.NO_TIME.value:
+                    repairs = (_more_time(record),)
+                elif person.client in rejected:
+                    repairs = (Repair("disable", person.client),)
+                yield Problem(kind, subject, what, remedy, device=person.client, repairs=repairs)
     if service is None:
         return
     yield from _of_sessions(known, record, state, service)
+
+
+def _more_time(record: FederationRecord) -> Repair:
+    return Repair("set", record.id, {"deadline_s": min(MAX_DEADLINE_S, 2 * record.policy.deadline_s)})
 
 
 def _goes_on(known: Known, federation: str, person: ParticipantRecord) -> bool:
@@ -182,16 +235,16 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             what = f"can't join round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; {waits}"
             remedy = remedy.format(federation=record.id)
             yield Problem(kind, f"{device} in {record.id}", what, remedy, device=device)
-    missing = state.policy.quorum - len(state.candidates)
-    if state.phase is Phase.WAITING and missing > 0 and service.is_connected:
-        bounds, there = ("min_clients", "min_cohort"), len(state.candidates)
-        lower = " ".join(f"{name}=N" for name in bounds if getattr(state.policy, name) > there)
-        about = {"there": there, "quorum": state.policy.quorum, "lower": lower}
-        yield _problem("too few devices", record.id, about)
+    if state.phase is Phase.WAITING and len(state.candidates) < state.policy.quorum and service.is_connected:
+        yield _too_few_devices(known, record.id, state)
+    for device, reason in state.left_out.items():
+        subject, repairs = f"{device} in {record.id}", (Repair("readmit", device),)
+        yield _problem("left out", subject, {"reason": reason}, device=device, repairs=repairs)
     for device, update in service.round_driver.odd.items():
         if not is_tolerated(update.reason):
             about = {"round": update.round, "reason": update.reason}
-            yield _problem("odd update", f"{device} in {record.id}", about, device=device)
+            subject, off = f"{device} in {record.id}", (Repair("disable", device),)
+            yield _problem("odd update", subject, about, device=device, repairs=off)
     outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is not a problem
         for device, why in outsiders.items():
@@ -208,6 +261,18 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     yield from _of_devices_ahead(record, state, service)
     yield from _of_reports(record.id, state, service)
     yield from _of_devices_away(known, record, state)
+
+
+def _too_few_devices(known: Known, federation: str, state: RoundState) -> Problem:
+    bounds, there = ("min_clients", "min_cohort"), len(state.candidates)
+    lower = " ".join(f"{name}=N" for name in bounds if getattr(state.policy, name) > there)
+    absent = [device for device in known.store.members() if device.id not in state.candidates]
+    names = f"; missing: {_named([device.id for device in absent])}" if absent else ""
+    repairs = [Repair("enable", device.id) for device in absent if device.disabled_at is not None][:MOST_REPAIRS]
+    if 0 < there >= state.policy.min_cohort:  # a lower min_cohort exposes devices: no button suggests that
+        repairs.append(Repair("set", federation, {"min_clients": there}))
+    about = {"there": there, "quorum": state.policy.quorum, "lower": lower, "missing": names}
+    return _problem("too few devices", federation, about, repairs=tuple(repairs))
 
 
 def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) -> Iterator[Problem]:
@@ -262,4 +327,6 @@ def _of_reports(federation: str, state: RoundState, service: Service) -> Iterato
     if waiting := dict(service.receiver.without_room):
         updates = f"{len(waiting)} update{'s' if len(waiting) > 1 else ''}"
         reason = next(iter(waiting.values()))
-        yield _problem("full partial store", federation, {"updates": updates, "reason": reason})
+        fewer = {"max_clients": max(state.policy.quorum, len(state.participants) // 2)}
+        about = {"updates": updates, "reason": reason}
+        yield _problem("full partial store", federation, about, repairs=(Repair("set", federation, fewer),))

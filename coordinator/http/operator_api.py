@@ -32,6 +32,7 @@ from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.overview import FederationSummary, Found, search, summaries
 from coordinator.facts.policy import PolicyChange, policy_changes
 from coordinator.facts.problems import Problem, open_problems
+from coordinator.facts.timeline import RoundTimeline, round_timeline
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
 from coordinator.http.refusals import PROBLEMS, ProblemError
@@ -85,6 +86,8 @@ Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="maximum number of 
 Name = Annotated[str, Query(max_length=100)]
 Moment = Annotated[float | None, Query(ge=0, le=MAX_ID)]
 Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="minimum level")]
+OfRound = Annotated[int | None, Query(alias="round", ge=1, le=MAX_ID)]
+OfAttempt = Annotated[int | None, Query(ge=1, le=MAX_ID)]
 ItemT = TypeVar("ItemT")
 
 health = APIRouter()
@@ -192,6 +195,12 @@ def one_round(federation: str, number: int, known: Now) -> RoundFacts:
     if attempts is None:
         raise NotFoundError(f"round {number} of {federation} has not been opened yet")
     return round_facts(known, attempts)
+
+
+@router.get("/federations/{federation}/timeline")
+def timeline(federation: str, known: Now, number: OfRound = None, attempt: OfAttempt = None) -> RoundTimeline | None:
+    """The stages of every client in one attempt, by default the last one; null before the first attempt."""
+    return round_timeline(known, federation, number, attempt)
 
 
 @router.get("/devices")
@@ -418,7 +427,7 @@ def pause(federation: str, doing: Doing, request: Request, why: Reason = NO_REAS
 
 @steering.post("/federations/{federation}/resume")
 def resume(federation: str, doing: Doing, request: Request) -> FederationFacts:
-    """Resume a federation that an operator paused, or that stalled after failed attempts."""
+    """Resume a federation that an operator paused or that stalled, or open the next attempt after a failed one without a delay."""
     return _federation(request, doing.resume(federation))
 
 
@@ -491,6 +500,13 @@ def enable(device: str, doing: Doing, request: Request) -> DeviceFacts:
 def describe(device: str, wanted: Description, doing: Doing, request: Request) -> DeviceFacts:
     """Change the labels, site and note of a device. They are the operator's and never reach the device."""
     doing.describe(device, wanted.model_dump())
+    return one_device(known_from(request), device)
+
+
+@steering.post("/devices/{device}/readmit")
+def readmit(device: str, doing: Doing, request: Request) -> DeviceFacts:
+    """Invite a device again that is left out after repeated failures; they no longer count."""
+    doing.readmit(device)
     return one_device(known_from(request), device)
 
 

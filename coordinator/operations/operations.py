@@ -165,7 +165,7 @@ class Operations(Value):
 
     @_one_at_a_time
     def resume(self, federation: str) -> FederationRecord:
-        """Resume a federation that an operator paused or that stalled; failed attempts are counted from 0 again.
+        """Resume a federation that an operator paused or that stalled, or end the delay after a failed attempt; failed attempts are counted from 0 again.
 
         Raises:
             SteeringError: it is not running.
@@ -312,6 +312,18 @@ class Operations(Value):
         if changed := [*(["labels"] if labels != before else []), *texts]:
             self.store.register.describe(device, labels, texts)
             self.events.write("device_described", client=device, changed=changed)
+        return device_of(self.store, device)
+
+    @_one_at_a_time
+    def readmit(self, device: str) -> DeviceRecord:
+        """Invite a device again that is left out of rounds after repeated failures; they no longer count.
+
+        Raises:
+            SteeringError: it is no longer a member, or (NotFoundError) never was.
+        """
+        self._require_member(device)
+        self.store.readmit(device, self.clock())
+        self._follow_all()
         return device_of(self.store, device)
 
     def create_federation(
@@ -470,16 +482,23 @@ class Operations(Value):
         return self.store.federation(federation)
 
     def _device(self, device: str, at: float | None, reason: str) -> DeviceRecord:
-        known, reason = device_of(self.store, device), bounded_reason(reason)
-        if known.state is not DeviceState.ENROLLED:
-            raise SteeringError(f"{device} is not enrolled; it is {known.state.value}")
+        known, reason = self._require_member(device), bounded_reason(reason)
         if (known.disabled_at is None) != (at is None) or (reason and reason != known.disabled_because):
             self.store.disable(device, known.disabled_at if at and known.disabled_at else at, reason)
             name = "device_enabled" if at is None else "device_disabled"
             self.events.write(name, client=device, reason=reason)
-            for record in self.store.federations():
-                self.follow(record.id)
+            self._follow_all()
         return device_of(self.store, device)
+
+    def _require_member(self, device: str) -> DeviceRecord:
+        known = device_of(self.store, device)
+        if known.state is not DeviceState.ENROLLED:
+            raise SteeringError(f"{device} is not enrolled; it is {known.state.value}")
+        return known
+
+    def _follow_all(self) -> None:
+        for record in self.store.federations():
+            self.follow(record.id)
 
 
 def open_federation(

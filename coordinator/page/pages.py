@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
@@ -21,9 +21,10 @@ from coordinator.facts.overview import search, summaries
 from coordinator.facts.policy import policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
+from coordinator.facts.timeline import round_timeline
 from coordinator.http.access import Role, access_of, end_session, require, set_session
 from coordinator.http.changes import ChangeRoute, in_turn
-from coordinator.http.operator_api import MAX_ID, made_token, operations_of, policy_tag, unchanged
+from coordinator.http.operator_api import MAX_ID, OfAttempt, OfRound, made_token, operations_of, policy_tag, unchanged
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, tokens_csv
 from coordinator.notifications import Notifier
@@ -33,9 +34,12 @@ from coordinator.page.views import View, form_of, moment_of, own_path, plain_pag
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered
 from fedcg.learning.spec import RoundPolicy
+from fedcg.sentences import texts
 
 PER_PAGE = 100
 SHOWN_CLIENTS = 100
+DRAWN_NOW = 20
+"""Clients in the timeline of the last round; that of a chosen round has `SHOWN_CLIENTS`."""
 SHOWN_EVENTS = 200
 PER_KIND = 20
 MAX_PATH = 300
@@ -65,12 +69,21 @@ def search_results(view: Asked, q: Annotated[str, Query(max_length=100)] = "") -
 
 
 @router.get("/f/{federation}")
-def now(federation: str, view: Asked) -> Response:
-    """The current state of a federation."""
+def now(federation: str, view: Asked, phase: str = "", number: OfRound = None, attempt: OfAttempt = None) -> Response:
+    """The current state of a federation, its clients in one phase or in all, and the course of a round."""
     facts = view.facts(current_round, federation)
-    recent = view.facts(_recent_events, federation)
     return view.render(
-        "now.html", federation=federation, is_same_for_all=True, facts=facts, recent=recent, shown=SHOWN_CLIENTS
+        "now.html",
+        federation=federation,
+        is_same_for_all=True,
+        facts=facts,
+        record=view.known.federation(federation),
+        clients=[each for each in facts.clients if phase in ("", each.phase.value)],
+        phase=phase,
+        timeline=view.facts(round_timeline, federation, number, attempt),
+        recent=view.facts(_recent_events, federation),
+        shown=SHOWN_CLIENTS,
+        drawn=SHOWN_CLIENTS if number else DRAWN_NOW,
     )
 
 
@@ -191,7 +204,7 @@ def enrolment(view: Asked) -> Response:
 @router.get("/f/{federation}/policy")
 def policy(federation: str, view: Asked) -> Response:
     """The policy of a federation: a form, and the history of its changes."""
-    return _policy_page(view, federation, {}, [])
+    return _policy_page(view, federation, dict(view.request.query_params), [])
 
 
 def _policy_page(
@@ -219,9 +232,12 @@ def new_federation(view: Asked) -> Response:
 
 
 @router.get("/confirm/{action}/{name}")
-def confirm(action: str, name: str, view: Asked) -> Response:
-    """A confirmation with a reason: stop or pause a federation, disable a device."""
-    return view.render("confirm.html", action=action, name=name)
+def confirm(action: str, name: str, view: Asked, to: str = "") -> Response:
+    """A change with its effect; `to` is the page to return to."""
+    is_federation = action in CHANGES
+    back = own_path(to or ("/federations" if is_federation else f"/devices/{name}"))
+    found = texts().operations.get(action)
+    return view.render("confirm.html", action=action, name=name, found=found, to=back, is_federation=is_federation)
 
 
 @router.get("/confirm/devices")
@@ -242,13 +258,13 @@ def _recent_events(known: Known, federation: str) -> list[Event]:
 
 
 HOURS = ("1", "24", "168")
-CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
-    "start": lambda doing, federation, _reason, _rounds: doing.start(federation),
-    "pause": lambda doing, federation, reason, _rounds: doing.pause(federation, reason),
-    "resume": lambda doing, federation, _reason, _rounds: doing.resume(federation),
-    "stop": lambda doing, federation, reason, _rounds: doing.stop(federation, reason),
-    "archive": lambda doing, federation, _reason, _rounds: doing.archive(federation),
-    "extend": lambda doing, federation, _reason, rounds: doing.extend(federation, rounds),
+CHANGES: dict[str, Callable[[Operations, str, Mapping[str, str]], object]] = {
+    "start": lambda doing, federation, _: doing.start(federation),
+    "pause": lambda doing, federation, fields: doing.pause(federation, fields.get("reason", "")),
+    "resume": lambda doing, federation, _: doing.resume(federation),
+    "stop": lambda doing, federation, fields: doing.stop(federation, fields.get("reason", "")),
+    "archive": lambda doing, federation, _: doing.archive(federation),
+    "extend": lambda doing, federation, fields: doing.extend(federation, _rounds(fields)),
 }
 """Changes of a federation by the last part of the form's URL."""
 BULK: dict[str, Callable[[Operations, str, dict[str, str]], object]] = {
@@ -348,20 +364,22 @@ def change_devices(view: Asked, fields: Fields) -> Response:
 
 @forms.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
-    """Disable, enable or describe a device."""
-    reason = fields.get("reason", "")
+    """Disable, enable, readmit or describe a device."""
+    operations = operations_of(view.request)
     if action == "disable":
-        operations_of(view.request).disable(device, reason)
+        operations.disable(device, fields.get("reason", ""))
     elif action == "enable":
-        operations_of(view.request).enable(device)
+        operations.enable(device)
+    elif action == "readmit":
+        operations.readmit(device)
     elif action == "describe":
         labels = fields.get("labels", "").replace(",", " ").split()
         changes = {"labels": labels, "site": fields.get("site"), "note": fields.get("note")}
-        operations_of(view.request).describe(device, changes)
+        operations.describe(device, changes)
     else:
-        raise SteeringError(f"{action!r} is not a device action; choose enable, disable or describe")
+        raise SteeringError(f"{action!r} is not a device action; choose disable, enable, readmit or describe")
     view.changed()
-    return see_other(f"/devices/{device}")
+    return see_other(own_path(fields.get("to") or f"/devices/{device}"))
 
 
 @forms.post("/federations/new")
@@ -406,17 +424,21 @@ def _value(text: str) -> object:
 
 @forms.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
-    """Start, pause, resume, stop, archive or extend a federation."""
-    change, rounds = CHANGES.get(action), fields.get("rounds", "")
-    reason = fields.get("reason", "")
+    """Start, pause, resume, stop, archive or extend a federation, or change its policy."""
+    change = CHANGES.get(action)
     if change is None:
         raise SteeringError(f"{action!r} is not a federation action; choose one of {', '.join(CHANGES)}")
-    if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
-        raise SteeringError(f"rounds = {rounds!r}: enter the number of rounds to add, as a whole number")
-    more = int(rounds) if action == "extend" else 0
-    change(operations_of(view.request), federation, reason, more)
+    change(operations_of(view.request), federation, fields)
     view.changed()
-    return see_other("/federations")
+    return see_other(own_path(fields.get("to") or "/federations"))
+
+
+def _rounds(fields: Mapping[str, str]) -> int:
+    """The number of rounds to add."""
+    rounds = fields.get("rounds", "")
+    if not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
+        raise SteeringError(f"rounds = {rounds!r}: enter the number of rounds to add, as a whole number")
+    return int(rounds)
 
 
 def _created(operations: Operations, text: str, *, start: bool) -> str:

@@ -257,8 +257,8 @@ class View(Value):
             template: its file name.
             federation: the federation shown in the navigation.
             status: HTTP status of the answer.
-            is_same_for_all: the live part has no form and does not depend on the user. A refresh then gets only this part,
-                rendered at most once a second for all viewers.
+            is_same_for_all: the live part has no form and depends on the user only by `may_steer`. A refresh then gets only this
+                part, rendered at most once a second for all viewers of each kind.
             values: values for the template.
         """
         federations = self.facts(_federations)
@@ -271,11 +271,13 @@ class View(Value):
             "url": url,
             "path": path,
             "now": self.known.now,
+            "may_steer": self.may_steer,
             "is_part": is_same_for_all and "HX-Request" in self.request.headers,
         }
         page = _environment().get_template(template)
         if values["is_part"]:
-            return HTMLResponse(self.recent.get(("part", template, url), lambda: page.render(values)), status)
+            key = ("part", template, url, self.may_steer)
+            return HTMLResponse(self.recent.get(key, lambda: page.render(values)), status)
         form_token = access_of(self.request).form_token(self.request.cookies.get(COOKIE, ""))
         return HTMLResponse(page.render(values, view=self, form_token=form_token), status)
 

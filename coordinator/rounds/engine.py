@@ -285,7 +285,7 @@ def _paused(state: RoundState, event: signals.Paused, now: float) -> Step:
 
 def _resumed(state: RoundState, event: signals.Resumed, now: float) -> Step:
     state = replace(state, paused="")
-    if state.phase not in (Phase.PAUSED, Phase.STALLED):
+    if state.phase not in (Phase.PAUSED, Phase.STALLED, Phase.WAITING):
         return state, ()
     ready = replace(state, phase=Phase.WAITING, reason="", first_attempt=state.attempt)
     return _open_if_enough(ready, now)

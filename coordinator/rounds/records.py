@@ -72,6 +72,7 @@ class DeviceRecord:
 
     Attributes:
         site, note: the operator's texts about it; they never reach the device.
+        readmitted_at: failures in attempts opened before it no longer leave the device out of rounds.
     """
 
     id: str
@@ -86,6 +87,7 @@ class DeviceRecord:
     disabled_because: str = ""
     site: str = ""
     note: str = ""
+    readmitted_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ class ParticipantRecord:
         share: requested share of the spec's local steps.
         accepted_at: unix time.
         predicted_s: its predicted seconds from then until its update.
+        training_at: unix time of its first progress report, if its owner allows `health`; its download was complete then.
+        declined_at: unix time when it declined or was dropped.
     """
 
     client: str
@@ -218,6 +222,8 @@ class ParticipantRecord:
     share: float = 1.0
     accepted_at: float | None = None
     predicted_s: float | None = None
+    training_at: float | None = None
+    declined_at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ class Invitations:
         reason = answer.reason.value if isinstance(answer, Decline) else ""
         about = (self.context.federation.id, answer.at, device)
         predicted_s = answer.predicted_s if isinstance(answer, Accept) else None
-        accepted_at = None if declined else self.context.clock()
-        self.context.store.answer(*about, participant, reason, accepted_at=accepted_at, predicted_s=predicted_s)
+        now = self.context.clock()
+        self.context.store.answer(*about, participant, reason, answered_at=now, predicted_s=predicted_s)
         self.context.events.write(
             participant.value,
             client=device,
@@ -401,5 +401,6 @@ class MemberRefresh:
         self.liveness.note_gone(device, reason, time.monotonic())
         if state.phase is Phase.COLLECTING and device in state.outstanding:
             about = (self.context.federation.id, state.at, device)
-            self.context.store.answer(*about, ParticipantState.DECLINED, reason)
+            now = self.context.clock()
+            self.context.store.answer(*about, ParticipantState.DECLINED, reason, answered_at=now)
         self.round_driver.apply(signals.Departed(device))

@@ -80,11 +80,15 @@ class ProgressBoard:
         latest, working = dict(self._latest), state.outstanding & state.online
         return {device: one for device, one in latest.items() if device in working and state.is_open(one.at)}
 
-    def note(self, device: str, beat: Heartbeat, now: float) -> None:
-        """Handle a heartbeat; one without a phase clears the progress."""
+    def note(self, device: str, beat: Heartbeat, now: float) -> bool:
+        """Handle a heartbeat; one without a phase clears the progress.
+
+        Returns:
+            Whether it is the first report about this attempt, or may be.
+        """
         if beat.phase is None:
             self.forget(device)
-            return
+            return False
         about = (beat.round, beat.attempt, beat.phase)
         before = self._latest.get(device)
         if before is None or (before.round, before.attempt, before.phase) != about or beat.step < before.step:
@@ -95,6 +99,7 @@ class ProgressBoard:
         left = max(0, beat.steps - beat.step)
         ends_at = now + left * (now - since) / done if done > 0 else None
         self._latest[device] = DeviceProgress(*about, beat.step, beat.steps, since, now, ends_at)
+        return before is None or before.at != beat.at
 
     def forget(self, device: str) -> None:
         """Drop the progress of a device that delivered, declined or left."""

@@ -130,6 +130,7 @@ class RoundDriver:
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
         """Apply an operator's changes; `resume` also resumes a stalled federation."""
         before, self._record = self._record, record
+        self._judge_devices(self._state.round)  # an operator may have readmitted one
         if record.policy != self._state.policy:
             self.apply(signals.PolicyChanged(record.policy))
         if (record.status, record.status_reason) != (before.status, before.status_reason):

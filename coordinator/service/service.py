@@ -293,7 +293,9 @@ class Service:
             self.invitations.answered(device, message)
         elif isinstance(message, schemas.Heartbeat):
             if message.phase is None or (self.state.is_open(message.at) and device in self.state.outstanding):
-                self._board.note(device, message, self.context.clock())
+                now = self.context.clock()
+                if self._board.note(device, message, now):
+                    self.context.store.started_training(self.context.federation.id, message.at, device, now)
         elif isinstance(message, schemas.SelfReport):
             self.conditions.note(device, message, self.context.clock(), is_delayed=self.receiver.is_busy(device))
         elif isinstance(message, schemas.Manifest):

@@ -172,6 +172,10 @@ class Store(schema.Queries):
         disabled = update(schema.devices).values(disabled_at=at, disabled_because=reason[:300])
         self._write(disabled.filter_by(id=device, state=DeviceState.ENROLLED.value))
 
+    def readmit(self, device: str, at: float) -> None:
+        """Store that a device's failures before a time no longer leave it out of rounds."""
+        self._write(update(schema.devices).filter_by(id=device).values(readmitted_at=at))
+
     # Federations
 
     def add_federation(
@@ -348,16 +352,23 @@ class Store(schema.Queries):
         state: ParticipantState,
         reason: str = "",
         *,
-        accepted_at: float | None = None,
+        answered_at: float | None = None,
         predicted_s: float | None = None,
     ) -> None:
-        """Store the answer of an invited client. A client that declined or was rejected stays declined."""
+        """Store the answer of an invited client, and when it came. A client that declined or was rejected stays declined."""
         reason = reason.replace("\0", "")  # the text is from a device, and PostgreSQL can't store this character
-        times = {} if accepted_at is None else {"accepted_at": accepted_at, "predicted_s": predicted_s}
+        times = {"accepted_at": answered_at, "predicted_s": predicted_s} if answered_at is not None else {}
+        if state is ParticipantState.DECLINED:
+            times = {"declined_at": answered_at}
         change = _change(schema.participants, federation, at, client, state=state.value, reason=reason, **times)
         if state is ParticipantState.ACCEPTED:
             change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
         self._write(change)
+
+    def started_training(self, federation: str, at: RoundAttempt, client: str, now: float) -> None:
+        """Store when a client's first progress report to an attempt arrived; a later one changes nothing."""
+        change = _change(schema.participants, federation, at, client, training_at=now)
+        self._write(change.where(schema.participants.c.training_at.is_(None)))
 
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, if its attempt is still collecting. A rejected update makes its client a declined participant.

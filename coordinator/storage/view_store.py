@@ -54,8 +54,8 @@ class Overview(schema.Queries):
         query = select(table).join(newest, is_newest).where(table.c.federation == federation)
         return {each.client: each for each in self._all(UpdateRecord, query)}
 
-    def means(self, federation: str) -> list[tuple[int, float | None, float | None]]:
-        """By closed round, the mean reported accuracies of accepted updates: personal and local-only."""
+    def means(self, federation: str, since_round: int = 0) -> list[tuple[int, float | None, float | None]]:
+        """By closed round since a round, the mean reported accuracies of accepted updates: personal and local-only."""
         table, attempts = schema.updates, schema.attempts
         is_text = self._engine.dialect.name == "sqlite"
         report = type_coerce(table.c.report, JSON) if is_text else cast(table.c.report, JSON)
@@ -64,6 +64,7 @@ class Overview(schema.Queries):
             select(table.c.round, func.avg(personal), func.avg(alone))
             .join(attempts, _same_attempt(table, attempts) & (attempts.c.state == _CLOSED))
             .where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
+            .where(table.c.round >= since_round)
             .group_by(table.c.round)
             .order_by(table.c.round)
         )

@@ -41,13 +41,16 @@ def typical_distances(store: Store, federation: str, round_number: int) -> robus
 def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:
     """The clients left out of a round, and why: they recently failed in `FAILED_IN_A_ROW` consecutive attempts.
 
-    A failure is a rejected update, a failed training, or an accepted invitation without an update in time.
+    A failure is a rejected update, a failed training, or an accepted invitation without an update in time. Those before an operator
+    readmitted the device don't count.
     """
+    readmitted = {device.id: device.readmitted_at or 0.0 for device in store.devices()}
     history: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for attempt in store.attempts(federation):
         if attempt.round >= round_number - 2 * LEFT_OUT_ROUNDS:
             for client, failure in _failures(store, attempt).items():
-                history[client].append((attempt.round, failure))
+                if attempt.opened_at >= readmitted.get(client, 0.0):
+                    history[client].append((attempt.round, failure))
     return {
         client: tried[-1][1]
         for client, tried in history.items()

@@ -1,5 +1,6 @@
 """The page in a real Chromium, of a federation of real processes over a real Mosquitto."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
 
     page.goto("/f/shapes")
     expect(page.locator("#live")).to_contain_text("The federation has ended", timeout=DEADLINE_MS)
+    page.goto("/f/shapes?round=2#timeline")
+    for stage in ("download", "training", "upload", "merge"):  # the reports of real devices divide their time
+        expect(page.locator("#timeline tbody tr").first).to_contain_text(re.compile(rf"{stage} [\d.]+ s"))
     page.goto("/f/shapes/worth")
     row = page.locator("#w-site-1 td")
     for column in (2, 3, 4):  # alone, personal and downloaded are reported

@@ -128,6 +128,8 @@ MORE_SCREENS = (
     "/repairs",
     "/events",
     "/confirm/stop/tiny",
+    "/confirm/set/tiny",
+    "/f/tiny?round=2&phase=declined",
     "/no/such/page",
 )
 FAINT = """() => {
@@ -162,6 +164,7 @@ FAINT = """() => {
     const under = getComputedStyle(each.parentElement.querySelector(".unknown, .rest")).fill;
     check("graphics", each, getComputedStyle(each).fill, channels(under), 3);
   }
+  for (const each of document.querySelectorAll(".gantt rect")) check("graphics", each, getComputedStyle(each).fill, ground(each.parentElement), 3);
   for (const each of document.querySelectorAll("svg polyline")) check("graphics", each, getComputedStyle(each).stroke, ground(each), 3);
   return [found, looked];
 }"""
@@ -202,6 +205,37 @@ def test_text_has_a_contrast_of_four_and_a_half_and_graphics_of_three(
     assert looked["text"] > 500
     assert looked["graphics"] > 50
     assert looked["moments"] > 0
+
+
+def test_an_operator_repairs_and_steers_by_mouse_or_by_keyboard_and_comes_back(
+    page: ServedPage, logged_in: LogIn
+) -> None:
+    tab, operations = logged_in(page, "dark", 390).new_page(), page.made.operations
+    operations.change_policy("tiny", {"min_cohort": 1, "min_clients": 2})
+    operations.disable("c", "moved")
+    page.made.devices["tiny"][0].start()
+    tab.goto("/repairs")
+    enable = tab.get_by_role("list", name="what the coordinator can do about tiny").get_by_role("link", name="Enable c")
+    enable.click(timeout=DEADLINE_MS)
+    expect(tab.get_by_role("heading", name="Enable: c?")).to_be_visible()
+    expect(tab.locator("main")).to_contain_text("It is invited to rounds again.")
+    tab.get_by_role("button", name="Enable").click()
+    expect(tab).to_have_url("/repairs")
+    expect(enable).to_have_count(0)
+    tab.get_by_role("link", name="Change policy: min_clients = 1").focus()
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_label("min_clients")).to_have_value("1")
+    tab.get_by_label("min_clients").press("Enter")
+    expect(tab).to_have_url("/repairs")
+    expect(tab.locator("#live")).not_to_contain_text("too few devices", timeout=DEADLINE_MS)
+    tab.goto("/f/tiny")
+    expect(tab.locator(".policy")).to_contain_text("at least 1 client")
+    tab.get_by_role("link", name="Pause").click()
+    tab.get_by_label("Reason").fill("the line is cleaned")
+    tab.get_by_role("button", name="Pause").click()
+    expect(tab).to_have_url("/f/tiny")
+    expect(tab.locator("#live .notice")).to_contain_text("the line is cleaned")
+    expect(tab.get_by_role("link", name="Resume")).to_be_visible()
 
 
 def test_a_chart_has_a_name_and_a_table_and_a_status_stands_by_its_dot(crowd: ServedPage, logged_in: LogIn) -> None:

@@ -155,7 +155,8 @@ def _options(command: Any) -> set[str]:
 def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -> None:
     known = texts()
     tables = (known.declined, remedies(), known.findings, known.lost_sums, known.health)
-    told = [str(values) for table in tables for values in table.values()]
+    operations = [f"`{command}`" for _, _, command in known.operations.values()]
+    told = [*operations, *(str(values) for table in tables for values in table.values())]
     named = [found.split()[1:] for text in told for found in re.findall(r"`(fedcg [^`]+)`", text)]
     there = {name for name, _ in commands_of(app)}
     assert len(named) > 20

@@ -70,6 +70,70 @@ def test_too_few_devices_have_a_remedy_of_a_lower_bound(make_world: MakeWorld, m
         assert f"`fedcg federation set tiny {lower}`" in problem.remedy
 
 
+def test_a_problem_names_the_operations_that_may_end_it_with_suggested_values_and_the_same_command(
+    make_world: MakeWorld,
+) -> None:
+    store = (world := make_world(clients=("a", "b", "c"), max_attempts=1)).store
+    first = RoundAttempt(1, 1)
+    store.open_attempt("tiny", first, "0" * 64, frozenset("abc"), 1.0, 2.0)
+    store.answer("tiny", first, "a", ParticipantState.DECLINED, "no_time", answered_at=1.5)
+    store.answer("tiny", first, "b", ParticipantState.DECLINED, "no_data", answered_at=1.5)
+    store.end_update(UpdateRecord("tiny", 1, 1, "c", "1" * 64, 1, Outcome.REJECTED, "it holds NaN", None, 1.0, 2.0))
+    store.fail_attempt("tiny", first, "no update came before the deadline", 3.0)
+    commands = {kind: [one.command for one in each.repairs] for kind, each in world.problems().items()}
+    more_time = "fedcg federation set tiny deadline_s=1200"
+    assert commands == {
+        "stalled": ["fedcg federation resume tiny", more_time],
+        "device not available": [more_time],
+        "no data": [],
+        "update rejected": ["fedcg device disable c"],
+    }
+    resume, more = world.problems()["stalled"].repairs
+    assert (resume.operation, resume.target, resume.arguments) == ("resume", "tiny", {})
+    assert (more.operation, more.arguments, more.effect) == (
+        "set",
+        {"deadline_s": 1200.0},
+        texts().operations["set"][1],
+    )
+    store.fail_attempt("tiny", first, "all declined", 1.0)  # before its deadline
+    assert [one.operation for one in world.problems()["stalled"].repairs] == ["resume"]
+
+
+def test_a_device_that_failed_twice_is_a_problem_that_readmitting_it_ends(make_world: MakeWorld) -> None:
+    made = Federations(make_world(clients=("a", "b"), min_clients=2, max_attempts=9))
+    store = made.world.store
+    for attempt in (1, 2):
+        at = RoundAttempt(1, attempt)
+        store.open_attempt("tiny", at, "0" * 64, frozenset("ab"), 1.0, 2.0)
+        store.answer("tiny", at, "a", ParticipantState.DECLINED, "diverged", answered_at=1.5)
+        store.fail_attempt("tiny", at, "too few", 3.0)
+    store.disable("b", 1.0, "moved")
+    made.operations.change_policy("tiny", {"min_cohort": 1})
+    with made.running():
+
+        def known() -> Known:
+            return made.world.known(made.coordinator.services.get("tiny"))
+
+        wait_until(lambda: any(each.kind == "left out" for each in open_problems(known())), "a is left out")
+        made.devices["tiny"][0].start()
+        wait_until(lambda: len(known().state("tiny").online) == 1, "one of two is online")
+        found = {each.kind: each for each in open_problems(known())}
+        assert [one.command for one in found["left out"].repairs] == ["fedcg device readmit a"]
+        assert [one.operation for one in found["attempt failed"].repairs] == ["resume"]
+        few = found["too few devices"]
+        assert [one.command for one in few.repairs] == [
+            "fedcg device enable b",
+            "fedcg federation set tiny min_clients=1",
+        ]
+        assert "missing: b" in few.what
+        made.operations.change_policy("tiny", {"min_cohort": 2})
+        few = next(each for each in open_problems(known()) if each.kind == "too few devices")
+        assert [one.command for one in few.repairs] == ["fedcg device enable b"], "a lower min_cohort exposes devices"
+        made.operations.readmit("a")
+        assert "left out" not in {each.kind for each in open_problems(known())}
+        assert [event["client"] for event in made.world.events("let_in")] == ["a"]
+
+
 def test_a_rejected_update_and_a_declined_round_are_problems_with_remedies_of_their_own(make_world: MakeWorld) -> None:
     store = (world := make_world(clients=("a", "b"))).store
     store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a", "b"}), 1.0, 2.0)

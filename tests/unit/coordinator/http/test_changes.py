@@ -100,6 +100,8 @@ def test_a_token_that_the_page_makes_is_shown_once_and_can_be_deleted(api: Api, 
     assert (made.text.count(secret) > 0, secret in shown, "line-9" in shown) == (True, False, True)
     assert operator.post(f"/enrolment/{token.id}/delete").status_code == 303
     assert "revoked" in operator.get("/enrolment").text
+    assert "Token for a</h2>" in operator.post("/devices/a/replace").text
+    assert [(each.device, each.replaces) for each in api.store.register.tokens()[1:]] == [("a", True)]
 
 
 def test_the_page_creates_a_federation_from_the_text_of_a_plan(api: Api, operator: httpx.Client) -> None:

@@ -197,9 +197,12 @@ def test_labels_site_and_note_of_a_device_change_only_as_far_as_they_are_named_a
 
 
 def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled(doing: Operations) -> None:
+def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled_nor_readmitted(
+    doing: Operations,
+) -> None:
     doing.store.add_device("b", "bb" * 32, 1.0)
     doing.revoke_device("b", "stolen")
-    changes: tuple[Callable[[str], Any], ...] = (doing.disable, doing.enable)
+    changes: tuple[Callable[[str], Any], ...] = (doing.disable, doing.enable, doing.readmit)
     for change in changes:
         with pytest.raises(SteeringError, match="b is not enrolled; it is revoked"):
             change("b")

@@ -19,6 +19,7 @@ from coordinator.members.api_tokens import Role
 from coordinator.page.views import Recent
 from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.storage import schema
+from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, DoctorFinding, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
@@ -185,10 +186,15 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     assert "10 %" in row
     assert "classify" in row
     assert ", done" not in row  # one report has no rate
+    begun = page.made.world.store.participants("tiny", RoundAttempt(1, 1))[0].training_at
+    assert begun is not None
     time.sleep(0.05)
     report(60)
     row = shows(reader, "/f/tiny", '<progress max="1" value="0.3" ').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "30 %, done" in row
+    assert page.made.world.store.participants("tiny", RoundAttempt(1, 1))[0].training_at == begun, "the first report"
+    assert "3 training" in shows(reader, "/f/tiny?phase=training", 'id="c-b"')
+    assert "No client is declined now." in reader.get("/f/tiny?phase=declined")[1]
     ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
     assert ends_at is not None
     assert f'data-until="{ends_at:.0f}"' in row
@@ -210,9 +216,11 @@ def test_a_refresh_of_now_is_its_live_part_made_once_for_all_who_watch(page: Ser
     viewer, operator = page.reader(Role.VIEWER), page.reader()
     page.application.state.recent = Recent(clock=lambda: 0.0)  # six requests may take longer than a part is kept
     refresh = {"HX-Request": "true"}
-    parts = {reader.ask("GET", "/f/tiny", **refresh)[2] for reader in (viewer, operator) for _ in range(3)}
-    assert len(parts) == 1, "they differ, so each was made for one reader"
-    (part,) = parts
+    readers = (viewer, page.reader(Role.VIEWER), operator, page.reader())
+    parts = [reader.ask("GET", "/f/tiny", **refresh)[2] for reader in readers for _ in range(2)]
+    assert len(set(parts)) == 2, "they differ more than by the links of operators, so each was made for one reader"
+    part = parts[0]
+    assert ["/confirm/pause/tiny?to=/f/tiny" in each for each in parts] == [False] * 4 + [True] * 4
     assert 'id="live"' in part
     assert 'id="repairs-count"' in part
     assert all(word not in part for word in ("<html", "<nav", "form_token"))
@@ -336,6 +344,68 @@ def test_several_devices_are_changed_at_once_with_a_result_for_each_and_a_line_i
     assert operator.post("/devices/a/describe", "/devices/a", **form)[0] == 303
     assert 'value="north pilot"' in operator.get("/devices/a")[1]
     assert "<dd>north, pilot</dd>" in viewer.get("/devices/a")[1]
+
+
+def test_an_operator_steers_from_now_and_comes_back_to_it(page: ServedPage) -> None:
+    operator, store = page.reader(), page.made.world.store
+    page.made.operations.change_policy("tiny", {"deadline_s": 90.5, "max_clients": 40})
+    line = shows(operator, "/f/tiny", 'class="hint policy"').partition('class="hint policy">')[2].partition("</p>")[0]
+    assert line == "fedcg · at least 2 clients, at most 40 · deadline 2 min · 3 attempts · equal-steps"
+    done = operator.post("/federations/tiny/extend", form_of="/confirm/extend/tiny", rounds="2", to="//evil.example")
+    assert (done[0], done[1]["location"], store.federation("tiny").policy.rounds) == (303, "/", 4)
+    assert "Only operators and admins" in page.reader(Role.VIEWER).get("/confirm/stop/tiny")[1]
+
+
+def test_repairs_have_buttons_that_lead_to_a_confirmation_and_back(page: ServedPage) -> None:
+    operator, store = page.reader(), page.made.world.store
+    page.made.operations.disable("c", "moved")
+    page.made.operations.change_policy("tiny", {"min_cohort": 1})
+    page.made.devices["tiny"][0].start()
+    fewer = '"/f/tiny/policy?min_clients=1&amp;">Change policy: min_clients = 1…'
+    shown = shows(operator, "/repairs", "too few devices", '"/confirm/enable/c?to=/repairs">Enable c…', fewer)
+    assert texts().operations["enable"][1] in shown
+    viewer = page.reader(Role.VIEWER).get("/repairs")[1]
+    assert ("/confirm/" in viewer, texts().operations["enable"][1] in viewer) == (False, True)
+    form = "/confirm/enable/c?to=/repairs"
+    status, headers, _ = operator.post("/devices/c/enable", form_of=form, to="/repairs")
+    assert (status, headers["location"], store.members()[2].disabled_at) == (303, "/repairs", None)
+    assert operator.post("/devices/c/readmit", form_of="/confirm/readmit/c", to="/repairs")[0] == 303
+    assert store.members()[2].readmitted_at is not None
+    assert re.search(r'name="min_clients"[^>]* value="1"', operator.get("/f/tiny/policy?min_clients=1&")[1])
+
+
+def test_the_timeline_of_a_round_is_drawn_and_written_in_the_page_the_api_and_the_command(page: ServedPage) -> None:
+    store, now = page.made.world.store, time.time()
+    add_crowd(store, "second", 30, 2, now)
+    opened = store.attempts("second")[1].opened_at
+    accepted, third = {"accepted_at": opened + 48.0, "training_at": opened + 96.0}, schema.participants
+    with store._engine.begin() as connection:
+        connection.execute(update(third).where(third.c.round == 2, third.c.client == "line-0003").values(**accepted))
+        at_updates = schema.updates.c.round == 2, schema.updates.c.client == "line-0003"
+        times = {"manifest_at": opened + 240.0, "stored_at": opened + 288.0}
+        connection.execute(update(schema.updates).where(*at_updates).values(**times))
+    text = page.reader().get("/f/second?round=2")[1].partition('id="timeline"')[2].partition("</section>")[0]
+    row = text.partition('href="/devices/line-0003"')[2].partition("</tr>")[0]
+    bars = re.findall(r'<rect class="([a-z-]+)" x="([\d.]+)" width="([\d.]+)"', row)
+    # of 480 s: 48 s are 100 units
+    assert [(name, float(x), float(width)) for name, x, width in bars] == [
+        ("invited", 0.0, 100.0),
+        ("download", 100.0, 100.0),
+        ("training", 200.0, 300.0),
+        ("upload", 500.0, 100.0),
+        ("waiting", 600.0, 400.0),
+    ]
+    assert "training <b>2 min</b>" in row
+    place = ("--url", f"http://127.0.0.1:{page.port}")
+    environment = {"FEDCG_API_TOKEN": page.token(Role.VIEWER), "COLUMNS": "200"}
+    told = run_fedcg("federation", "timeline", "second", "--round", "2", *place, environment=environment).output
+    assert re.search(r"line-0003 +48\.0 +48\.0 +144\.0 +48\.0 +192\.0 +accepted", told)
+    shown = run_fedcg("federation", "show", "second", *place, environment=environment).output
+    assert re.search(r"\n2 +1 +480\.0 +30 +0\.\d+ +0\.\d+", shown)
+    last = page.reader().get("/f/second")[1]
+    assert 'href="/f/second?round=2#timeline"' in last.partition('id="rounds"')[2]
+    assert "The slowest 20 of 30" in last
+    assert page.reader().get("/f/second?round=9")[0] == 404
 
 
 def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: ServedPage) -> None:

@@ -426,6 +426,15 @@ def test_a_paused_federation_ends_its_attempt_and_opens_no_other_one() -> None:
     assert commands[0] == OpenAttempt(2, 1, frozenset("ab"), 100.0)
 
 
+def test_resuming_after_a_failed_attempt_opens_the_next_one_without_its_delay_and_forgets_the_failures() -> None:
+    slow = RoundState(POLICY, opening=Opening(retry_s=600.0))
+    state, _ = play(slow, CameOnline("a"), CameOnline("b"), AggregationFailed(1, 1, "no space"), now=1000.0)
+    assert (state.phase, state.attempt, opens(state, 1001.0)) == (Phase.WAITING, 2, False)
+    state, commands = play(state, Resumed(), now=1001.0)
+    assert commands[0] == OpenAttempt(1, 2, frozenset("ab"), state.deadline_at)
+    assert (state.first_attempt, state.reason) == (2, "")
+
+
 def test_a_shorter_deadline_counts_from_the_change_and_a_longer_one_from_the_next_attempt() -> None:
     for deadline_s, expected in ((20.0, 70.0), (1000.0, 100.0)):
         state, commands = play(

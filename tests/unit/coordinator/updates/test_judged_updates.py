@@ -176,6 +176,10 @@ def test_two_rejections_running_leave_a_device_out_for_five_rounds_and_one_does_
     assert left_out(past.store, "f", back) == {}
     past.round(back, rejected="a", accepted="bc")
     assert left_out(past.store, "f", back + 1) == {"a": f"because of {back}"}
+    past.store.readmit("b", 5.0)
+    assert "a" in left_out(past.store, "f", back + 1)
+    past.store.readmit("a", 5.0)
+    assert left_out(past.store, "f", back + 1) == {}
     past.store.close()
 
 
