@@ -52,7 +52,8 @@ FIELDS = {"device": "id", "state": "standing", "seen": "seen_at", "version": "ag
 """The fields that columns are sorted by, where these have other names."""
 STATES = get_args(Standing)
 Asked = Annotated[View, Depends(view_of)]
-Wanted, Several = Annotated[DeviceFilter, Depends()], Annotated[list[str] | None, Query()]
+Wanted = Annotated[DeviceFilter, Depends()]
+Several = Annotated[list[str] | None, Query()]
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 

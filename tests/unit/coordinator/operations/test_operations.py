@@ -196,7 +196,6 @@ def test_labels_site_and_note_of_a_device_change_only_as_far_as_they_are_named_a
     assert [each["changed"] for each in told] == [["labels", "site", "note"], ["labels"], ["labels", "site"]]
 
 
-def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled(doing: Operations) -> None:
 def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled_nor_readmitted(
     doing: Operations,
 ) -> None:
