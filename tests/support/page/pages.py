@@ -30,6 +30,7 @@ from tests.support.coordinator.api import running_api
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import World
+from tests.support.waiting import wait_until
 from tests.support.wire.golden_files import CONDITION
 
 GATHER = RoundSettings(gather_s=60.0, retry_s=0.0)
@@ -76,6 +77,19 @@ class Reader:
         assert status == 303, text
         self.cookie = headers["set-cookie"].partition(";")[0]
         return self
+
+
+def shows(reader: Reader, path: str, *texts: str) -> str:
+    """Wait until a page shows all of these; returns it."""
+    page = ""
+
+    def is_shown() -> bool:
+        nonlocal page
+        page = reader.get(path)[1]
+        return all(text in page for text in texts)
+
+    wait_until(is_shown, f"{path} shows {texts}; {page}")
+    return page
 
 
 @dataclass

@@ -18,7 +18,7 @@ from coordinator.pki.authority import create_ca
 from coordinator.storage import schema
 from fedcg.wire.messages.enrolment_messages import Token
 from fedcg.wire.messages.schemas import DeviceCondition, DoctorFinding
-from tests.support.page.pages import ServedPage, tiny_page
+from tests.support.page.pages import ServedPage, shows, tiny_page
 from tests.support.waiting import wait_until
 
 RANGE = {"device": "line-8..line-10", "hours": "24", "data": "/data/my images"}
@@ -92,8 +92,7 @@ def test_the_steps_of_each_token_name_what_is_missing(page: ServedPage) -> None:
     assert states()[:2] == ["++??--", "++??--"], "what an earlier device with this id reported does not count"
     page.made.start()
     wait_until(lambda: states() == ["+++-++", "++!-++", "+-----"], f"the devices take part: {states()}")
-    text = page.reader().get("/enrolment")[1]
-    assert "5 of 6, then cohort secret and roster" in text
+    text = shows(page.reader(), "/enrolment", "5 of 6, then cohort secret and roster")
     assert "<code>fedcg cohort join</code>" in text
     assert "4 of 6, then doctor ok" in text
     with store._engine.begin() as connection:

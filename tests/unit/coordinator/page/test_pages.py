@@ -24,8 +24,7 @@ from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, DoctorFi
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.world import REASON, TOO_LONG, OddC, World
-from tests.support.page.pages import Reader, ServedPage, add_crowd, tiny_page
-from tests.support.waiting import wait_until
+from tests.support.page.pages import Reader, ServedPage, add_crowd, shows, tiny_page
 
 MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
 LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
@@ -48,19 +47,6 @@ MORE_SCREENS = ("/enrolment", "/f/tiny/policy", "/federations", "/federations/ne
 def page(tmp_path: Path) -> Iterator[ServedPage]:
     with tiny_page(tmp_path, "second", clients=("a", "b", "c")) as running:
         yield running
-
-
-def shows(reader: Reader, path: str, *texts: str) -> str:
-    """Wait until a page shows all of these; returns it."""
-    page = ""
-
-    def is_shown() -> bool:
-        nonlocal page
-        page = reader.get(path)[1]
-        return all(text in page for text in texts)
-
-    wait_until(is_shown, f"{path} shows {texts}; {page}")
-    return page
 
 
 def test_without_a_login_every_screen_leads_to_it_and_back(page: ServedPage) -> None:
