@@ -182,22 +182,6 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Lines over one axis, for a plot.
-
-    Attributes:
-        lines: by name, points (x, y).
-        log_x: whether the x axis is logarithmic.
-    """
-
-    title: str
-    x: str
-    y: str
-    lines: Mapping[str, tuple[tuple[float, float], ...]]
-    log_x: bool = False
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The outcome of an attack.
 
@@ -210,7 +194,6 @@ class Outcome:
     figures: tuple[Figure, ...] = ()
     controls: tuple[Control, ...] = ()
     pictures: tuple[Pictures, ...] = ()
-    curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: str | None = None
     seconds: float = field(default=0.0, compare=False)

@@ -1,7 +1,6 @@
 """The report of an audit: a result and a headline figure for each attack, the gates, and one self-contained HTML page without external files.
 
-A gate is compared with the unfavourable end of the confidence interval. Curves are inline SVG, drawn in the page's
-template, without scripts or fonts. Their colours come from the page's style, for light and dark mode.
+A gate is compared with the unfavourable end of the confidence interval.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from audit.choices import FIGURES, Condition
 from audit.errors import AuditError
 from audit.evidence import Case
 from audit.evidence.device_data import SECRET_FILE
-from audit.measures import Curve, Figure, Interval, Outcome, proportion
+from audit.measures import Figure, Interval, Outcome, proportion
 from fedcg.config_file import read_values
 from fedcg.files import replace_durably
 from fedcg.values import Value
@@ -359,32 +358,6 @@ def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
     }
 
 
-_CORNER, _AXES = np.array([54, 220]), np.array([392, -208])
-"""Origin and extent of a drawing's axes, in a picture of 460 x 260."""
-_LEAST_LOG = 1e-3  # smallest value of a logarithmic axis
-_TICKS = np.linspace(0, 1, 6)[:, None]
-
-
-def drawn(curve: Curve) -> dict[str, Any]:
-    """Return the coordinates of a curve's lines, [N, 2] each, and of the ticks on both axes with their numbers, [6, 2]; empty without points.
-
-    The y axis starts at 0 or below. An axis without extent gets an extent of 1.
-    """
-    lines = [np.array(points).reshape(-1, 2) for points in curve.lines.values()]
-    for line in lines if curve.log_x else ():
-        line[:, 0] = np.log10(line[:, 0].clip(_LEAST_LOG))
-    found = np.concatenate([np.empty((0, 2)), *lines])
-    if not len(found):
-        return {}
-    low, high = np.fmin(found.min(0), (np.nan, 0.0)), found.max(0)
-    extent = np.where(high > low, high - low, 1.0)
-    ticks = low + _TICKS * extent
-    if curve.log_x:
-        ticks[:, 0] = 10 ** ticks[:, 0]
-    places = [_CORNER + (line - low) / extent * _AXES for line in lines]
-    return {"lines": places, "ticks": list(zip(_CORNER + _TICKS * _AXES, ticks, strict=True))}
-
-
 _TEMPLATE = "report.html"
 
 
@@ -415,7 +388,7 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateRe
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(drawn=drawn, interval=interval, number=as_number, gain=gain, chance=as_chance)
+    environment.filters.update(interval=interval, number=as_number, gain=gain, chance=as_chance)
     by_result = {result: [one for one in findings if one.result is result] for result in Result}
     return environment.get_template(_TEMPLATE).render(
         subject=subject,

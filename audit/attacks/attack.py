@@ -1,6 +1,6 @@
 """Defines an attack, and how every attack is carried out.
 
-An attack declares the knowledge that it needs. Its function yields findings: figures, controls, pictures, curves and
+An attack declares the knowledge that it needs. Its function yields findings: figures, controls, pictures and
 notes. The runner here checks what is missing, passes random streams and effort, counts steps, and collects the
 findings.
 """
@@ -16,7 +16,7 @@ from importlib import import_module
 from audit.choices import ATTACKS
 from audit.errors import TimeLimitError, UnknownAttackError
 from audit.evidence import Case, Knowledge, Truth, View
-from audit.measures import Control, Curve, Figure, Outcome, Pictures
+from audit.measures import Control, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import ImageForm, TensorForm
 from fedcg.learning.training.batches import steps_of
@@ -54,7 +54,7 @@ Progress = Callable[[int, int], None]
 """(steps done, total steps); an attack calls it at least every few seconds."""
 Tick = Callable[[], None]
 """Called after each step."""
-Found = Figure | Control | Pictures | Curve | str
+Found = Figure | Control | Pictures | str
 """What an attack yields; a text is a note that a reader needs to judge the figures."""
 
 
@@ -137,7 +137,6 @@ class Attack(Value):
             tuple(_as_sent(one, case) for one in found if isinstance(one, Figure)),
             tuple(one for one in found if isinstance(one, Control)),
             tuple(one for one in found if isinstance(one, Pictures)),
-            tuple(one for one in found if isinstance(one, Curve)),
             tuple(one for one in found if isinstance(one, str)),
             seconds=round(time.perf_counter() - started, 1),
         )

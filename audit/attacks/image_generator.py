@@ -23,7 +23,7 @@ from scipy.optimize import linear_sum_assignment
 from audit import measures as likenesses
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.attacks.label_distribution import trivial_guesses, two_class_control, update_figures
-from audit.attacks.membership import MemberScores, auc, balanced_pairs, membership_figures, roc_curves
+from audit.attacks.membership import MemberScores, auc, balanced_pairs, membership_figures
 from audit.evidence import Case, Knowledge, View, networks
 from audit.measures import Control, Figure, Measure, Pictures, Reconstructions, Values, png, proportion, unit_pixels
 from audit.techniques.image_decoder import trained_decoder
@@ -320,7 +320,6 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield replace(classes, figure="label_l1")
     yield _key_control(case, known, streams)
     tick()
-    yield roc_curves(scores, members)
     yield f"Class shares were fitted on {count} clients simulated by the attacker."
     yield (
         "Neither images nor the generator's outputs cross the wire: for decoded_psnr an attacker would have to steal outputs."

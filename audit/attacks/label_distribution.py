@@ -20,7 +20,7 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Knowledge, View, networks
-from audit.measures import Chance, Control, Curve, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
+from audit.measures import Chance, Control, Figure, Interval, Measure, Values, bootstrap, chance_in, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
 from audit.techniques.simulated_clients import (
@@ -392,13 +392,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield headline_control(case, effort, tick, clients)
     tick()
     true, guess = _shares_of(case.truth.train), guesses[leading][0]
-    lines = {
-        "true": true,
-        "inferred": guess,
-        headline.floor_is: {_OTHERS_ALONE: unchanged.get(leading, true), **trivial}[headline.floor_is],
-    }
-    points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
-    yield Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
+    pairs = zip(case.view.spec.classes, true, guess, strict=True)
+    yield f"Class shares, true and inferred: {', '.join(f'{name} {own:.0%} and {read:.0%}' for name, own, read in pairs)}."
     yield from _notes(headline, guess, true)
     yield from absent_classes(case.view)
     if not private:

@@ -1,7 +1,7 @@
 """Membership: was this image in the client's training set? From the classifier alone; `generator_memory` asks the generator.
 
 The attacker receives images without the flag, with equally many members and others of each class, so labels alone
-reveal nothing. Scores become AUC, true positive rates and ROC curves, which `image_generator` also uses.
+reveal nothing. Scores become AUC, and true positive rates, which `image_generator` also uses.
 """
 
 import functools
@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
-from sklearn.metrics import roc_curve
 
 from audit import measures
 from audit.attacks.attack import Attack, Found, Tick, Trial, ceiling_control
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, joined
-from audit.measures import Chance, Control, Curve, Figure, Flags, Interval, Measure, Pictures, Values
+from audit.measures import Chance, Control, Figure, Flags, Interval, Measure, Pictures, Values
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
@@ -132,12 +131,6 @@ def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interva
     return measures.percentile_interval(gain(inside, outside), found)
 
 
-def roc_curves(found: Sequence[MemberScores], members: Flags) -> Curve:
-    """Return a line for each attack, without the point at 0."""
-    lines = {one.setting: tuple(point for point in roc(*sides(one.score, members)) if point[0] > 0) for one in found}
-    return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
-
-
 def auc(members: Values, others: Values) -> float:
     """Return the area under the ROC curve of scores [N] and [M]; higher scores mean member."""
     scores = np.concatenate([members, others])
@@ -165,14 +158,6 @@ def true_positive_rates(scores: Values, members: Flags, rate: float) -> Values:
     passed = np.cumsum(~ranked, axis=1, dtype=np.int32)
     found: Values = (ranked & (passed <= int(rate * passed[0, -1]))).sum(1) / ranked.sum(1)
     return found
-
-
-def roc(members: Values, others: Values, points: int = 60) -> tuple[tuple[float, float], ...]:
-    """Return the ROC curve as a limited number of (false, true) positive rates."""
-    is_member = np.repeat([1, 0], [len(members), len(others)])
-    false_rate, true_rate, _ = roc_curve(is_member, np.concatenate([members, others]))
-    chosen = np.unique(np.linspace(0, len(false_rate) - 1, points).astype(int))
-    return tuple((float(false_rate[at]), float(true_rate[at])) for at in chosen)
 
 
 _FLOOR_IS = "the same without the update: a model of auxiliary images only; or chance"
@@ -316,7 +301,6 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     for one in found:
         yield from membership_figures(one, members, candidates.labels, streams.seed("bootstrap"))
     yield from _ceilings(case, found, members, candidates.labels, streams.seed("bootstrap"))
-    yield roc_curves(found, members)
     if isinstance(view.spec.input, ImageForm):
         yield most_exposed(found, candidates, members)
     yield f"Shadow and reference models: {count}, trained for {epochs} epochs on auxiliary images."

@@ -114,20 +114,6 @@ def federation_list(
     return found, federations_table(found)
 
 
-@federation_app.command("overview")
-@asks
-def federation_overview(
-    client: Client, archived: Annotated[bool, typer.Option("--archived", help="Only archived federations.")] = False
-) -> Result:
-    """Show all federations in short: last mean accuracies, devices online, open problems, and estimated end.
-
-    Example: fedcg federation overview
-    """
-    found = client.all("/overview", archived="true" if archived else None)
-    columns = ("federation", "phase", "round", "accuracy", "local-only", "online", "problems", "round ends", "ends")
-    return found, table(columns, map(_summary, found), "No federations.\nNext: fedcg federation create")
-
-
 @federation_app.command("show")
 @asks
 def federation_show(client: Client, federation: Named = None) -> Result:
@@ -146,36 +132,6 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     names = ("round", "attempts", "seconds", "merged", "accuracy", "alone")
     rows = [[round(each[name], 3) if each[name] is not None else None for name in names] for each in now["last_rounds"]]
     return found, text + (f"\n\n{table((*names[:-1], 'local-only'), rows, '')}" if rows else "")
-
-
-@federation_app.command("timeline")
-@asks
-def federation_timeline(
-    client: Client,
-    federation: Named = None,
-    number: Annotated[int | None, typer.Option("--round", min=1, help="Default: the last one.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Default: the last one of the round.")] = None,
-) -> Result:
-    """Show what each client did in a round attempt, in seconds: slowest first, by the coordinator's clock.
-
-    Example: fedcg federation timeline --round 3
-    """
-    from coordinator.facts.timeline import Stage
-
-    found = client.get(f"/federations/{client.federation(federation)}/timeline", round=number, attempt=attempt)
-    if found is None:
-        return found, "No round has been opened yet."
-    spent = [
-        {each["stage"]: round(each["end"] - each["start"], 1) for each in one["stages"]} for one in found["clients"]
-    ]
-    shown = [stage.value for stage in Stage if any(stage.value in each for each in spent)]
-    rows = [
-        (one["client"], *map(each.get, shown), one["outcome"], one["reason"])
-        for one, each in zip(found["clients"], spent, strict=True)
-    ]
-    missing = [f"\n{one['client']}: unknown {one['unknown']}" for one in found["clients"] if one["unknown"]]
-    title = f"{found['federation']}, round {found['round']}, attempt {found['attempt']}: {found['state']}"
-    return found, f"{title}\n{table(('client', *shown, 'outcome', 'reason'), rows, '')}{''.join(missing)}"
 
 
 @federation_app.command("start")
@@ -329,14 +285,6 @@ def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
         rows.append((*standing, moment(each["created_at"]), each["reason"]))
     following = "`fedcg federation list --all` includes archived ones.\nNext: fedcg federation create"
     return table(columns, rows, f"No federations; {following}")
-
-
-def _summary(each: Mapping[str, Any]) -> tuple[object, ...]:
-    now, means = each["now"], each["accuracy"][-1][1:] if each["accuracy"] else (None, None)
-    where = now["federation"], now["phase"].replace("_", " "), f"{now['round']} of {now['rounds']}"
-    shown = ("" if mean is None else f"{mean:.1%}" for mean in means)
-    ends = ("" if at is None else moment(at) for at in (now["round_ends_at"] or now["deadline_at"], now["ends_at"]))
-    return *where, *shown, f"{now['online']} of {now['enrolled']}", each["problems"], *ends
 
 
 def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | None) -> Result:

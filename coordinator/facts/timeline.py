@@ -78,7 +78,6 @@ class RoundTimeline(Value):
 
 
 NO_HEALTH = "when its download ended: it does not report its progress (field health)"
-BY_COST = "when its download ended: training is measured by its reported cost"
 
 
 def round_timeline(
@@ -121,12 +120,9 @@ def _timeline(
     collected_at, unknown = attempt.distilling_at or end, ""
     marks = [(Stage.INVITED, attempt.opened_at)]
     if person.accepted_at is not None:
-        cost = None if update is None else update.reported.get("cost")
         trained_from = person.training_at
-        if trained_from is None and update is not None and cost:
-            trained_from, unknown = update.manifest_at - cost["seconds"], BY_COST
-        unknown = NO_HEALTH if trained_from is None else unknown
         if trained_from is None:
+            unknown = NO_HEALTH
             marks.append((Stage.BOTH, person.accepted_at))
         else:  # one that reconnected during its training accepted again
             marks += [(Stage.DOWNLOAD, min(person.accepted_at, trained_from)), (Stage.TRAINING, trained_from)]

@@ -46,6 +46,10 @@ _NO_REDUCTION = frozenset(
 )
 
 
+GONE = {("precision", "f32"), ("early_stop", None)}
+"""Settings that earlier records name, with the only values that they had."""
+
+
 class RunSetting(Setting):
     """Everything that determines the numbers of one run.
 
@@ -65,9 +69,6 @@ class RunSetting(Setting):
     participation: Annotated[
         float, Field(gt=0, le=1, description="share of the clients that participate in a round")
     ] = 1.0
-    early_stop: Annotated[
-        int | None, Field(ge=1, description="stop after this many rounds without better validation at any client")
-    ] = None
     shadow: Annotated[bool, Field(description="also train local-only models")] = True
     codec: Annotated[UpdateCodec, Field(description="codec of updates; default of a deployment: i8-delta")] = "f32"
     aggregate_codec: Annotated[
@@ -153,8 +154,8 @@ class RunSetting(Setting):
 
     def is_same(self, published: object) -> bool:
         """Return whether a record's setting equals this one; missing fields have their defaults."""
-        if isinstance(published, dict):  # earlier records name the only precision
-            published = {name: one for name, one in published.items() if (name, one) != ("precision", "f32")}
+        if isinstance(published, dict):  # earlier records name settings that are gone, with their only values
+            published = {name: one for name, one in published.items() if (name, one) not in GONE}
         try:
             return RunSetting.model_validate(published).published() == self.published()
         except ValidationError:

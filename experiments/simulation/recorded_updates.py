@@ -126,7 +126,7 @@ class RecordedUpdates:
             self._take(update)
             self._write_parts(client, before, now)
         last = self._take_aggregate(now).id
-        if now.ended_early or now.rounds == self._party.spec.rounds:
+        if now.rounds == self._party.spec.rounds:
             self._capture.finished_with = last
         # Sorted: a resumed run reads its artifacts in another order, but the record must be the same.
         replace_durably(self._folder / WIRE_FILE, json.dumps(self._capture.record(), indent=1, sort_keys=True))

@@ -105,7 +105,6 @@ def record_of(
             "accuracy": [_rounded(accuracy) for accuracy in accuracies],
         },
         "server_failures": _failures(result.server_failures),
-        "ended_early": result.ended_early,
         "seconds": {
             "total": round(seconds, 2),
             "local_round_mean": _rounded(mean(trained)),

@@ -138,7 +138,6 @@ class Runs:
             shadow=setting.shadow,
             evaluate_every=setting.evaluate_every,
             participation=setting.participation,
-            early_stop=setting.early_stop,
             kept_updates=planned.kept_rounds,
         )
         recorded = None

@@ -22,13 +22,12 @@ from tests.support.program_stack import ProgramStack
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "cameras": ("analytic", {}),
     "wearables": ("fedcg", {"epochs": 10, "lr": 3e-3, "server_iterations": 20}),
     "tables": ("fedavg", {"epochs": 10, "lr": 3e-3}),
     "regression": ("fedprox", {"epochs": 15, "lr": 3e-3}),
     "segmentation": ("fedsplit", {"epochs": 2, "lr": 5e-3}),
 }
-ALLOWED = {"analytic": ("sealed",), "fedavg": ("classifier", "extractor"), "fedprox": ("classifier", "extractor")}
+ALLOWED = {"fedavg": ("classifier", "extractor"), "fedprox": ("classifier", "extractor")}
 
 
 def example(name: str) -> ModuleType:
@@ -42,9 +41,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.slow) if one == "cameras" else one for one in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_sites_of_an_example_are_federated(name: str) -> None:
     module, (method, params) = example(name), CASES[name]
     settings: dict[str, Any] = {"params": {"server_iterations": 2}} if "server_iterations" in params else {}
@@ -62,11 +59,9 @@ def test_the_same_file_trains_on_four_agents_and_its_exported_model_is_right(nam
     project.mkdir()
     shutil.copy(EXAMPLES / f"{name}.py", project / "client.py")
     stack = ProgramStack(tmp_path / "stack", project=project, method=method, params=params)
-    stack.rounds = 1 if method == "analytic" else 3
+    stack.rounds = 3
     stack.allow_upload = {one: ALLOWED[method] for one in stack.devices if method in ALLOWED}
     stack.prepare()
-    if method == "analytic":
-        stack.share_cards()
     with stack.up(agents=True):
         stack.wait_finished()
     end = next(event for event in stack.events("site-1") if event["event"] == "finalised")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from audit.attacks.attack import Attack, Effort, get_attack
 from audit.evidence import Case, Colluder, Truth, View, joined
 from audit.evidence.case import Earlier, Knowledge
-from audit.measures import Control, Curve, Figure, Interval, Outcome, Pictures, png
+from audit.measures import Control, Figure, Interval, Outcome, Pictures, png
 from audit.report import Finding, GateResult, Subject, findings_of
 from experiments.settings import root_secret
 from experiments.simulation.batch import RunSetting
@@ -193,20 +193,17 @@ def attack(name: str) -> Attack:
 
 
 def findings() -> tuple[Finding, ...]:
-    """Return a leak (with pictures and a curve), no leak, a failed control, and an attack that was not tried."""
+    """Return a leak (with pictures), no leak, a failed control, and an attack that was not tried."""
     image = png(torch.linspace(0, 1, 3 * 8 * 8).view(3, 8, 8))
     passed = Control("the whole model, one image", 24.1, "at least 3 dB over the best guess", passed=True)
     failed = Control("a planted generator", 0.5, "over 0.9", passed=False)
     pictures = Pictures(
         "Reconstructions <b>", (("true", (image, image)), ("guess", (image,))), (("", ""), ("12.1 dB",))
     )
-    curve = Curve(
-        "ROC", "false positives", "true positives", {"attack": ((0.001, 0.0), (0.1, 0.4), (1.0, 1.0))}, log_x=True
-    )
     leaked = Outcome(
         "reidentification",
         (figure("reid", Interval(0.2, 0.1, 0.31)), figure("reid", Interval(0.8, 0.7, 0.9), given=True, setting="true extractor")),
-        (passed,), (pictures,), (curve,), ("A note.",), seconds=3.2,
+        (passed,), (pictures,), ("A note.",), seconds=3.2,
     )  # fmt: skip
     quiet = Outcome("membership", (figure("mia_auc", Interval(0.0, -0.02, 0.02), unit=""),), (passed,))
     broken = Outcome("memorisation", (figure("memory_auc", Interval(0.0, -0.02, 0.0), unit=""),), (failed,))

@@ -43,7 +43,6 @@ from fedcg.learning.simulation.tasks import (
     teacher_task,
     vote_task,
 )
-from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.values import Value
@@ -58,7 +57,6 @@ class Schedule(Value):
         shadow: also train a local-only model of every client; not for the method `local`, which is local-only itself.
         evaluate_every: clients are evaluated each time this many rounds are done, and after the last.
         participation: share of the clients that participate in a round, in (0, 1].
-        early_stop: end after this many rounds without a better validation of any client; None: never.
         kept_updates: rounds whose updates are kept in `Simulation.sent`.
     """
 
@@ -66,7 +64,6 @@ class Schedule(Value):
     shadow: bool = True
     evaluate_every: int = 1
     participation: float = 1.0
-    early_stop: int | None = None
     kept_updates: frozenset[int] = frozenset()
 
 
@@ -101,7 +98,6 @@ class Simulation:
         global_accuracy: (round, accuracy) of the average of all clients' models, for evaluated rounds.
         update_bytes: of each round, the mean over its coded updates; 0 without updates. Empty without a coding.
         spent: the privacy spent by each client's DP-SGD; empty without DP-SGD.
-        ended_early: whether validation did not improve for the rounds that the schedule allows.
         sent: by client, the updates of the last round, if the schedule keeps them. Checkpoints do not include them.
     """
 
@@ -118,7 +114,6 @@ class Simulation:
     global_accuracy: tuple[tuple[int, float], ...] = ()
     update_bytes: tuple[int, ...] = ()
     spent: Mapping[str, Spent] = field(default_factory=dict)
-    ended_early: bool = False
     sent: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
@@ -217,7 +212,7 @@ def simulated_rounds(
     runner.start(party)
     total = schedule.rounds or party.spec.rounds
     now = resume or beginning(party, schedule)
-    while now.rounds < total and not now.ended_early:
+    while now.rounds < total:
         now = _after_round(party, schedule, runner, now, last=now.rounds + 1 == total)
         yield now
 
@@ -307,7 +302,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     )
     if last or number % schedule.evaluate_every == 0:
         after = _measured(party, runner, after, outcomes)
-    return replace(after, ended_early=_stands_still(after, schedule, party.spec))
+    return after
 
 
 def _decoded(party: Party, server: ServerState) -> ServerState:
@@ -416,11 +411,3 @@ def _together(party: Party, names: Sequence[str]) -> ImageSet:
     return ImageSet(
         torch.cat([test.images for test in tests]), torch.cat([test.labels for test in tests]), tests[0].classes
     )
-
-
-def _stands_still(now: Simulation, schedule: Schedule, spec: FederationSpec) -> bool:
-    """Whether every client's best validation is older than the schedule's patience, in rounds that train."""
-    if schedule.early_stop is None or not any(now.curves.values()):
-        return False
-    best = max(now.best(name).round for name in now.curves)
-    return sum(spec.trains_in(number) for number in range(best + 1, now.rounds + 1)) >= schedule.early_stop

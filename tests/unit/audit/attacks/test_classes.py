@@ -239,7 +239,7 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
         method == "fedavg"
     )  # features of images need the extractor
     assert [one.passed for one in outcome.controls] == [True, True]
-    assert sum(share for _, share in outcome.curves[0].lines["true"]) == pytest.approx(1)
+    assert any(note.startswith("Class shares, true and inferred: ") for note in outcome.notes)
     assert ("generator" in " ".join(one.setting for one in outcome.figures)) == (method == "fedcg")
 
 

@@ -226,8 +226,6 @@ def test_every_attack_is_tried_by_two_estimated_extractors_beside_the_true_one()
     ]
     assert all(one.ceiling is not None for one in found.figures)
     assert [control.passed for control in found.controls[: len(SCORES)]] == [True] * len(SCORES)
-    assert set(found.curves[0].lines) == {one.setting for one in found.figures if one.name == "mia_auc"}
-    assert found.curves[0].log_x
     assert len(found.pictures[0].rows[0][1]) == len(found.pictures[0].captions[0]) == 8
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.errors import NotFoundError
-from coordinator.facts.timeline import BY_COST, NO_HEALTH, ClientTimeline, Stage, round_timeline
+from coordinator.facts.timeline import NO_HEALTH, ClientTimeline, Stage, round_timeline
 from coordinator.rounds.records import AggregateRecord, ParticipantState, UpdateRecord
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.world import MakeWorld, World
@@ -31,9 +31,8 @@ def fill(world: World) -> None:
         store.started_training("tiny", AT, client, 110.0)
         store.started_training("tiny", AT, client, 120.0)
     store.answer("tiny", AT, "d", ParticipantState.DECLINED, "no_data", answered_at=130.0)
-    cost = '{"cost": {"seconds": 30.0}}'
-    for client, outcome, report in (("a", "accepted", None), ("b", "accepted", None), ("c", "accepted", cost)):
-        store.end_update(UpdateRecord("tiny", 1, 1, client, "1" * 64, 1, Outcome(outcome), "", report, 150.0, 160.0))
+    for client in "abc":
+        store.end_update(UpdateRecord("tiny", 1, 1, client, "1" * 64, 1, Outcome.ACCEPTED, "", None, 150.0, 160.0))
     store.end_update(UpdateRecord("tiny", 1, 1, "e", "1" * 64, 1, Outcome.REJECTED, "NaN", None, 155.0, 170.0))
     store.end_update(UpdateRecord("tiny", 1, 1, "g", "1" * 64, 1, Outcome.ACCEPTED, "", None, 150.0, 160.0))
     store.start_distilling("tiny", AT, 200.0)
@@ -57,7 +56,7 @@ def test_each_client_of_a_closed_attempt_has_its_stages_and_what_is_unknown_abou
     expected = {
         "a": [accepted, *split, ("training", 110.0, 150.0), *delivered, merge],
         "b": [accepted, ("download and training", 102.0, 150.0), *delivered, merge],
-        "c": [accepted, ("download", 102.0, 120.0), ("training", 120.0, 150.0), *delivered, merge],
+        "c": [accepted, ("download and training", 102.0, 150.0), *delivered, merge],
         "d": [("invited", 100.0, 130.0)],
         "e": [accepted, *split, ("training", 110.0, 155.0), ("upload", 155.0, 170.0)],
         "f": [("invited", 100.0, 110.0), ("training", 110.0, 200.0)],
@@ -65,7 +64,7 @@ def test_each_client_of_a_closed_attempt_has_its_stages_and_what_is_unknown_abou
         "h": [("invited", 100.0, 200.0)],
     }
     assert {client: course(each) for client, each in clients.items()} == expected
-    assert {client: each.unknown for client, each in clients.items() if each.unknown} == {"b": NO_HEALTH, "c": BY_COST}
+    assert {client: each.unknown for client, each in clients.items() if each.unknown} == dict.fromkeys("bc", NO_HEALTH)
     assert (clients["d"].outcome, clients["d"].reason) == ("declined", "no data")
     assert [clients[client].outcome for client in "aefh"] == ["accepted", "rejected", "no update", "no update"]
     assert clients["a"].seconds["training"] == 40.0

@@ -360,7 +360,7 @@ def test_repairs_have_buttons_that_lead_to_a_confirmation_and_back(page: ServedP
     assert re.search(r'name="min_clients"[^>]* value="1"', operator.get("/f/tiny/policy?min_clients=1&")[1])
 
 
-def test_the_timeline_of_a_round_is_drawn_and_written_in_the_page_the_api_and_the_command(page: ServedPage) -> None:
+def test_the_timeline_of_a_round_is_drawn_and_written_in_the_page(page: ServedPage) -> None:
     store, now = page.made.world.store, time.time()
     add_crowd(store, "second", 30, 2, now)
     opened = store.attempts("second")[1].opened_at
@@ -384,8 +384,6 @@ def test_the_timeline_of_a_round_is_drawn_and_written_in_the_page_the_api_and_th
     assert "training <b>2 min</b>" in row
     place = ("--url", f"http://127.0.0.1:{page.port}")
     environment = {"FEDCG_API_TOKEN": page.token(Role.VIEWER), "COLUMNS": "200"}
-    told = run_fedcg("federation", "timeline", "second", "--round", "2", *place, environment=environment).output
-    assert re.search(r"line-0003 +48\.0 +48\.0 +144\.0 +48\.0 +192\.0 +accepted", told)
     shown = run_fedcg("federation", "show", "second", *place, environment=environment).output
     assert re.search(r"\n2 +1 +480\.0 +30 +0\.\d+ +0\.\d+", shown)
     last = page.reader().get("/f/second")[1]

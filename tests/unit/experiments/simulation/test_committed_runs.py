@@ -11,6 +11,7 @@ import pytest
 from devices.detect import detect
 from experiments.data.open import digits_domains
 from experiments.data.source import DIGITS, DIGITS_DOMAINS, Source, digits
+from experiments.simulation import batch
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import simulated_party
 from experiments.simulation.simulation_record import read_records
@@ -48,7 +49,7 @@ def record_of(name: str) -> dict[str, Any]:
 
 
 def setting_in(record: dict[str, Any]) -> RunSetting:
-    known = {name: value for name, value in record["setting"].items() if (name, value) != ("precision", "f32")}
+    known = {name: value for name, value in record["setting"].items() if (name, value) not in batch.GONE}
     setting = RunSetting.model_validate(known)
     gone = GONE.get(setting.method, {})
     return setting.model_copy(update={"params": {name: setting.params[name] for name in setting.params.keys() - gone}})

@@ -103,13 +103,6 @@ def test_clients_are_measured_as_often_as_asked_for_and_always_at_the_end() -> N
     assert len(done.aggregate_seconds) == 5
 
 
-def test_a_simulation_ends_when_no_clients_validation_improves() -> None:
-    done = simulate(cases.party_of("fedavg", lr=1e-12), Schedule(rounds=9, early_stop=2, shadow=False))
-    assert done.ended_early
-    assert done.rounds == 3  # best in round 1, and two rounds without anything better
-    assert not simulate(cases.party_of("fedavg"), Schedule(rounds=2, shadow=False)).ended_early
-
-
 def test_the_method_local_has_no_shadow_for_it_is_its_own() -> None:
     assert simulate(cases.party_of("local"), Schedule(rounds=1)).shadows == {}
 
