@@ -11,7 +11,7 @@ from audit.attacks import class_inference, label_distribution
 from audit.attacks.attack import Effort
 from audit.attacks.class_inference import recognised, trained_judges
 from audit.evidence.case import Case, Extractor, Knowledge
-from audit.evidence.networks import of_simulated_client, trained_alone
+from audit.evidence.networks import of_simulated_client
 from audit.measures import Figure, Outcome, unit_pixels
 from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
@@ -19,24 +19,12 @@ from audit.techniques.simulated_clients import ROUNDS, THIS_ROUND, Plan, simulat
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
 from fedcg.wire.parts import Part, Report
-from tests.support.audit import WHOLE_MODEL, carried_out, outcome_of, simulated_case
+from tests.support.audit import WHOLE_MODEL, carried_out, simulated_case
 from tests.support.present import present
 
 
 def attacked(case: Case, effort: Effort = Effort.QUICK) -> Outcome:
     return carried_out("class_inference", case, effort)
-
-
-@pytest.mark.slow
-def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like() -> None:
-    outcome = outcome_of("class_inference", **WHOLE_MODEL)
-    (recognised, ssim), controls = outcome.figures, outcome.controls
-    assert [(one.figure, one.passed) for one in controls] == [("class_recognised", True), ("class_ssim", True)]
-    assert recognised.value.low > 0.4  # the digits of the other classes: below 0.1
-    assert ssim.value.low > 0.45  # the mean image of the other classes: 0.33 to 0.36
-    assert all("sent" in one.setting for one in outcome.figures)
-    assert [one.samples for one in outcome.figures] == [8, 8]  # GANs
-    assert present(recognised.ceiling) > 0.7  # digits of the class that nobody trained on
 
 
 @pytest.mark.slow
@@ -90,18 +78,6 @@ def test_the_aggregate_with_noise_is_as_far_from_it_as_the_update() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_the_aggregate_before() -> None:
-    case = simulated_case(**WHOLE_MODEL)
-    start = case.view.start()
-    update = trained_alone(case.view, start, case.truth.train, case.streams, 30)
-    view = replace(case.view, update=update, before=replace(case.view.before, parts=start))
-    recognised, ssim = attacked(replace(case, view=view)).figures
-    assert recognised.gain.low > 0.2
-    assert ssim.gain.low > 0.05
-    assert present(recognised.p) < 0.001
-
-
-@pytest.mark.slow
 def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_inference, "descend", lambda optimiser, loss: None)
     assert [one.passed for one in attacked(simulated_case(**WHOLE_MODEL)).controls] == [False, False]
@@ -118,23 +94,6 @@ def test_judges_recognise_real_images_of_a_class_and_depend_on_their_own_images_
     assert found[0][mine].mean() > 0.7
     assert found[0][~mine].mean() < 0.1
     assert np.array_equal(found[0], found[1])
-
-
-@pytest.mark.slow
-def test_the_classifier_alone_needs_an_estimated_extractor_and_says_so() -> None:
-    case = simulated_case(method="fedsplit", data="digits", images_per_client=200, local_epochs=4)
-    for figure in (one for one in attacked(case).figures if one.is_possible):
-        assert "surrogate" in figure.setting
-        assert Knowledge.AUXILIARY in figure.knowledge
-        assert Knowledge.PRIVATE not in figure.knowledge
-
-
-@pytest.mark.slow
-def test_the_default_effort_adds_the_public_start_and_what_the_true_extractor_would_give() -> None:
-    outcome = attacked(simulated_case(method="fedcg", data="digits", network="cnn_bn"), Effort.DEFAULT)
-    settings = ["extractor: surrogate", "extractor: start of the public seed", "extractor: true"]
-    assert [one.setting for one in outcome.figures] == settings * 2
-    assert [one.is_possible for one in outcome.figures] == [True, True, False] * 2
 
 
 def test_the_attacker_has_no_image_of_the_class_that_the_device_trained_on_most() -> None:

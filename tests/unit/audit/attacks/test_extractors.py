@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from audit.attacks.reidentification import LineUp, chance_of_update, ranks
-from audit.evidence.case import Extractor, Knowledge, read_secret
+from audit.evidence.case import Extractor, read_secret
 from audit.evidence.networks import estimated_extractor, with_lenet5
 from audit.measures import Figure, Outcome
 from fedcg.errors import FedcgError
@@ -71,17 +71,6 @@ def test_a_whole_model_gives_every_image_away() -> None:
     assert figure.least_p < 1e-9
 
 
-@pytest.mark.slow
-def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> None:
-    case = simulated_case(method="fedcg")
-    found = by_extractor(outcome_of("reidentification", method="fedcg"), UPDATE)
-    assert set(found) == {"true", "start of the public seed", "surrogate"}
-    assert {figure.is_of_update for figure in found.values()} == {True}
-    assert found["surrogate"].samples == len(case.truth.train)
-    assert found["surrogate"].ceiling == found["true"].value.value
-    assert found["surrogate"].gain.low < 0.05
-
-
 def test_without_the_private_networks_the_update_alone_is_tried() -> None:
     case = simulated_case(method="fedcg")
     outcome = carried_out("reidentification", replace(case, truth=replace(case.truth, before=None, after=None)))
@@ -119,14 +108,6 @@ def test_a_colluder_knows_the_cohorts_start() -> None:
     load_part(case.view.spec, Part.EXTRACTOR, found)
     with pytest.raises(ValueError, match="no device of the cohort helps"):
         estimated_extractor(replace(case.view, colluder=None), Extractor.COLLUDER, {}, Streams(bytes(32)))
-
-
-@pytest.mark.slow
-def test_other_attacks_use_what_the_colluder_knows() -> None:
-    for attack in ("membership", "reidentification"):
-        settings = [one for one in outcome_of(attack, **HELPED).figures if Knowledge.COLLUDER in one.knowledge]
-        assert settings, attack
-        assert all(Extractor.COLLUDER.value in one.setting for one in settings)
 
 
 def test_the_secret_is_read_from_a_store_and_from_a_simulation(tmp_path: Path) -> None:

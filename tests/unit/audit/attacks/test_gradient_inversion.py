@@ -91,23 +91,6 @@ def test_the_rounds_weight_difference_is_the_gradient_that_moved_it() -> None:
     torch.testing.assert_close(seen.values[-1], moved)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "single", "own"),
-    [("fedavg", 13, "noise of variance 0.1"), ("fedcg", 15, "generator statistics (FedCG eq. 8), extractor surrogate")],
-)
-def test_batches_and_the_whole_round_are_tried_by_default(
-    monkeypatch: pytest.MonkeyPatch, method: str, single: int, own: str
-) -> None:
-    in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome = carried_out("inversion", simulated_case(method=method), Effort.DEFAULT)
-    settings = "\n".join(figure.setting for figure in outcome.figures)
-    for words in ("batch of 4", "batch of 16", "weight difference of the round", own):
-        assert words in settings
-    assert outcome.pictures[1].title == "From one image's gradient"
-    assert len(outcome.pictures[1].rows) == 1 + single
-
-
 def test_only_guesses_of_the_right_images_gain_over_the_floor() -> None:
     case = simulated_case(method="fedsplit")
     images = case.truth.train.rows(range(16))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from audit.attacks import canaries, membership
+from audit.attacks import membership
 from audit.attacks.attack import Effort
 from audit.attacks.canaries import ATTACK, best_bound, epsilon_bound, least_chance, make_canaries, p_value
 from audit.attacks.membership import MemberScores, auc, aucs, chance_of_gain
@@ -24,7 +24,7 @@ from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, R
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part, PrivacySpent, Report
-from tests.support.audit import carried_out, outcome_of, simulated_case
+from tests.support.audit import carried_out, simulated_case
 from tests.support.present import present
 
 SCORES = ("ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA")
@@ -218,26 +218,6 @@ def test_controls_fail_where_the_attack_is_broken(monkeypatch: pytest.MonkeyPatc
     assert [one.figure for one in found.controls[len(SCORES) :]] == ["mia_auc", "mia_tpr"]  # the device's own extractor
 
 
-@pytest.mark.slow
-def test_every_attack_is_tried_by_two_estimated_extractors_beside_the_true_one() -> None:
-    found = outcome_of("membership", method="fedcg")
-    assert [one.setting for one in found.figures if one.name == "mia_auc"] == [
-        f"{name}, extractor: {source.value}" for source in (Extractor.START, Extractor.SURROGATE) for name in SCORES
-    ]
-    assert all(one.ceiling is not None for one in found.figures)
-    assert [control.passed for control in found.controls[: len(SCORES)]] == [True] * len(SCORES)
-    assert len(found.pictures[0].rows[0][1]) == len(found.pictures[0].captions[0]) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", ["lenet5_relu", "cnn_bn"])
-def test_a_classifier_alone_is_tried_without_a_generator(network: str) -> None:
-    found = outcome_of("membership", method="fedsplit", network=network)
-    names = {one.setting.split(",")[0] for one in found.figures}
-    assert names == set(SCORES)
-    assert all(control.passed for control in found.controls[: len(SCORES)])
-
-
 @pytest.mark.parametrize(
     ("tried", "guesses", "right", "delta", "chance"),
     [
@@ -347,35 +327,3 @@ def test_dp_sgd_of_unknown_settings_is_refused_with_a_remedy(told: str) -> None:
 
 def _epsilon(case: Case) -> Outcome:
     return ATTACK.run(case, Effort.DEFAULT, lambda done, steps: None)
-
-
-@pytest.mark.slow
-def test_a_round_of_many_epochs_sent_whole_has_a_bound_over_that_of_guesses_without_the_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = simulated_case(method="fedavg", local_epochs=60, rounds=2)
-    state = torch.get_rng_state()
-    found = _epsilon(case)
-    (figure,) = found.figures
-    assert figure.setting == "extractor: sent (whole model)"
-    assert figure.value.value > 0.5
-    assert figure.floor < 0.2
-    assert figure.gain.value == pytest.approx(figure.value.value - figure.floor)
-    assert figure.samples == 200
-    assert found.controls[0].passed
-    assert torch.equal(state, torch.get_rng_state())
-
-    monkeypatch.setattr(canaries, "confidence", lambda model, images: np.full(len(images), 0.1))
-    broken = _epsilon(case)
-    assert not broken.controls[0].passed
-    assert broken.figures[0].value.value == 0.0
-
-
-@pytest.mark.slow
-def test_where_the_extractor_stays_there_is_a_bound_per_estimate_and_the_ceiling_of_the_true_one() -> None:
-    case = simulated_case(method="fedcg")
-    found = _epsilon(case)
-    assert [one.setting for one in found.figures] == ["extractor: start of the public seed", "extractor: surrogate"]
-    assert all(one.ceiling is not None and one.name == "epsilon" for one in found.figures)
-    assert found.controls[0].passed
-    assert [one.value for one in _epsilon(case).figures] == [one.value for one in found.figures]

@@ -176,14 +176,6 @@ def test_rounds_that_were_undone_or_not_merged_are_remarked_over_all_seeds() -> 
     assert _row(_only(record("fedcg", 0, 0.4)), "FedCG")[-1] == ""
 
 
-def test_one_run_is_shown_in_every_table_that_has_it() -> None:
-    other = "fedmd_cg:table3:cifar10-w10"
-    runs = (_fedmd_cg(0.5, *where, last=0.5, whole=0.5) for where in ((), (other, "kd-lr=0.05")))
-    found = {item.preset.name: item for item in compare(_runs(*runs))}
-    assert set(found) == {W10, other}
-    assert {line.row.key for line in found[other].lines} == {"fedmd_cg/kd", "fedmd_cg/kdc"}
-
-
 def test_a_run_that_fits_no_row_is_named() -> None:
     found = _only(record("fedcg", 0, 0.5, variant="mine"))
     assert found.strangers == ("0.json",)
@@ -221,37 +213,6 @@ def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_besi
     assert _row(found, "FedCG")[4:6] == ("-", "-")
 
 
-def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against_the_run_without_a_defence() -> None:
-    def run(variant: str, seed: int, whole: float, **of_real: str) -> dict[str, Any]:
-        made = record("fedavg", seed, 0.4, paper="antigan:table1:mnist-2", variant=variant, whole=whole)
-        return made | ({"defended": {"client-1": {"spread": "0.2", **of_real}}} if variant == "antigan" else {})
-
-    # Seed 0: (80 - 76) / 80 = 5 %; seed 1: (50 - 48) / 50 = 4 %; seed 2 has no run to compare with.
-    found = _only(
-        *(run("", 0, 0.80), run("antigan", 0, 0.76), run("dropout-0.5", 0, 0.84)),
-        *(run("", 1, 0.50), run("antigan", 1, 0.48), run("antigan", 2, 0.90)),
-    )
-    assert _line(found, "fedavg/antigan").by_seed["adr"] == {0: pytest.approx(5.0), 1: pytest.approx(4.0)}
-    assert _row(found, "Anti-GAN")[1:4] == ("1.61", "4.50 ± 0.71 (2)", "+2.89")
-    assert _row(found, "Dropout 0.5")[2] == "-5.00 (1)"
-    assert _row(found, "no defence")[1:3] == ("-", "0.00 ± 0.00 (2)")
-    assert _only(run("antigan", 0, 0.76)).lines[0].figures == {}
-    # One run whose generated images share a texture, or are not known not to, leaves the row without a verdict.
-    for facts, judged in (
-        ({"real_spread": "0.4"}, "confirmed"),
-        ({"real_spread": "0.5"}, "not comparable"),
-        ({}, "not comparable"),
-    ):
-        rows = [
-            run(name, at, whole, **facts)
-            for at in range(3)
-            for name, whole in (("", 0.8), ("antigan", 0.78 + at / 1000))
-        ]
-        (order,) = [one for one in _only(*rows).orders if one.claim.higher == 5.0]
-        assert order.verdict.judgement.value == judged
-        assert ("share a texture" in str(_row(_only(*rows), "Anti-GAN"))) == (judged != "confirmed")
-
-
 def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
     one: dict[str, Any] = {"paper": "ppidsg:table7:cifar10", "variant": "adversarial"}
     runs = [record("ppidsg", seed, 0.5, after=0.10 + seed / 1000, **one) for seed in range(3)]
@@ -260,26 +221,6 @@ def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
     assert order.verdict.judgement is Judgement.CONFIRMED
     assert order.verdict.difference == pytest.approx(-0.1)
     assert orders_sheet([_only(*runs)]).rows[0][2:5] == ("eq. 7 alone ≈ 10", "after download", "+0.00")
-
-
-def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_a_budget() -> None:
-    def run(method: str, personal: float, published: str, **params: object) -> dict[str, Any]:
-        reduced = {"rounds": [50, 15], "network": [published, "image_small"], **params}
-        return record(method, 0, personal, paper=paper, reduced=reduced, network="image_small", after=personal)
-
-    paper, adam = "ppidsg:table4:cifar10@small", {"params.lr": [0.01, 0.001]}
-    others = (run(method, personal, "lenet5_relu", **adam) for method, personal in (("fedavg", 0.50), ("local", 0.55)))
-    found = _only(run("ppidsg", 0.60, "image_paper"), *others)
-    assert found.reduced == {"rounds": (50, 15)}
-    assert {order.claim.lower for order in found.orders} == {"local", "fedavg"}
-    sheet = comparison_sheet(found)
-    assert sheet.columns == (
-        *("row", "paper after download", "ours after download", "difference", "ours accuracy"),
-        *("local-only", "alone is better", "remarks"),
-    )
-    cells = _row(found, "PPIDSG")
-    assert cells[1:6] == ("70.56", "60.00 (1)", "-10.56", "60.00 (1)", "55.00 (1)")
-    assert cells[-1] == "network image_small (published image_paper)"
 
 
 def test_the_command_prints_everything_without_torch_and_names_what_it_could_not_use(tmp_path: Path) -> None:
@@ -313,16 +254,6 @@ def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone
     line = _line(_only(*alone, *shared), "fedsplit")
     assert (line.losing, line.compared) == (2, 4)  # seed 0: 0.385 < 0.39 and 0.405 < 0.41; seed 2 has no run of local
     assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
-
-
-def test_the_command_shows_no_column_of_a_paper_that_prints_nothing(tmp_path: Path) -> None:
-    run = record("fedsplit", 3, 0.4, paper=OWN, local=0.41)
-    for client, deployed in zip(run["clients"], (0.45, 0.36), strict=True):
-        client.update(accuracy_deployed=deployed, accuracy_ema=deployed - 0.1, test_images=10_000)
-    write(tmp_path, run)
-    shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path)
-    assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in _cells(shown.stdout)
-    assert "| 30.50 (1) |" in _cells(shown.stdout), "the mean over clients of 35 and 26"
 
 
 def test_the_last_download_is_that_of_the_last_round_not_of_the_best() -> None:
