@@ -114,11 +114,6 @@ def test_more_than_two_of_the_papers_deviations_is_flagged_less_is_not_and_witho
     assert not is_far(Figure(90.0, None, 3), Published(10.0))
 
 
-def test_a_repeated_run_counts_once_and_the_later_record_wins() -> None:
-    found = _only({**record("fedcg", 0, 0.9), "date": "2026-02-02"}, record("fedcg", 0, 0.5))
-    assert _line(found, "fedcg").by_seed["personal"] == {0: pytest.approx(90.0)}
-
-
 def test_the_searched_value_with_the_best_validation_is_shown_not_the_one_with_the_best_test() -> None:
     found = _only(
         record("fedprox", 0, 0.55, variant="mu=0.01", params={"mu": 0.01}, validation=[0.50, 0.40]),
