@@ -46,7 +46,7 @@ _NO_REDUCTION = frozenset(
 )
 
 
-GONE = {("precision", "f32"), ("early_stop", None)}
+GONE = (("precision", "f32"), ("early_stop", None))
 """Settings that earlier records name, with the only values that they had."""
 
 
