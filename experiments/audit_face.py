@@ -53,7 +53,7 @@ class Audit(Value):
         Console().print(table, markup=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as `.json`, or as `.html`, one page with figures, curves and pictures.
+        """Write the report as `.json`, or as `.html`, one page with figures and pictures.
 
         Raises:
             BadInputError: the name has another ending.

@@ -149,8 +149,7 @@ def test_one_email_has_everything_since_the_last(make_world: MakeWorld) -> None:
         mail = channels["mail"]
         assert isinstance(mail, Email)
         waiting = deque([OPENED, CLOSED])
-        assert mail.attempt(waiting, world.known())
-        assert not waiting
+        assert mail.attempt(waiting, world.known()) and not waiting  # noqa: PT018
         (first,) = box.mails
         assert "To: a@example.com, b@example.com" in first
         assert "Subject: FedCG Edge: opened: link lost: tiny and 1 more" in first
