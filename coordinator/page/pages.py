@@ -237,7 +237,7 @@ def confirm(action: str, name: str, view: Asked, to: str = "") -> Response:
     """A change with its effect; `to` is the page to return to."""
     is_federation = action in CHANGES
     back = own_path(to or ("/federations" if is_federation else f"/devices/{name}"))
-    found = texts().operations.get(action)
+    found = texts().operations.get(action) if is_federation or action in ("enable", "disable", "readmit") else None
     return view.render("confirm.html", action=action, name=name, found=found, to=back, is_federation=is_federation)
 
 
