@@ -147,7 +147,7 @@ function showKeys() {
   const box = Object.assign(document.createElement("dialog"), { id: "keys", className: "card" });
   const screens = Object.entries(SCREENS).map(([key, [name]]) => `<dt><kbd>g</kbd> then <kbd>${key}</kbd></dt><dd>${name}</dd>`).join("");
   box.setAttribute("aria-labelledby", "keys-title");
-  box.innerHTML = `<h2 id="keys-title">Keyboard shortcuts</h2><dl><dt><kbd>?</kbd></dt><dd>This list</dd>${screens}</dl><form class="stack" method="dialog"><label class="check"><input type="checkbox"> Use these shortcuts</label><button autofocus>Close</button></form>`;
+  box.innerHTML = `<h2 id="keys-title">Keyboard shortcuts</h2><dl><dt><kbd>?</kbd></dt><dd>This list</dd><dt><kbd>/</kbd></dt><dd>Search</dd>${screens}</dl><form class="stack" method="dialog"><label class="check"><input type="checkbox"> Use these shortcuts</label><button autofocus>Close</button></form>`;
   const use = box.querySelector("input");
   use.checked = !localStorage.getItem(OFF);
   use.addEventListener("change", () => (use.checked ? localStorage.removeItem(OFF) : localStorage.setItem(OFF, "1")));
@@ -160,7 +160,11 @@ document.addEventListener("keydown", (event) => {
   const screen = Date.now() - pressedG < SEQUENCE_MS && SCREENS[event.key];
   pressedG = event.key === "g" ? Date.now() : 0;
   if (event.key === "?") showKeys();
-  else if (screen) location.href = screen[1];
+  else if (event.key === "/") {
+    event.preventDefault();
+    document.getElementById("find").focus();
+    document.getElementById("find").select();
+  } else if (screen) location.href = screen[1];
 });
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -177,13 +181,6 @@ addEventListener("load", draw);
 addEventListener("resize", draw);
 document.addEventListener("htmx:after:swap", () => { tick(); showZone(); draw(); });
 document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
-document.addEventListener("keydown", (event) => {
-  const box = document.getElementById("find");
-  if (!box || event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea")) return;
-  event.preventDefault();
-  box.focus();
-  box.select();
-});
 document.addEventListener("change", (event) => {
   const name = event.target.dataset?.all;
   if (name) for (const each of document.querySelectorAll(`input[name="${name}"]`)) each.checked = event.target.checked;
