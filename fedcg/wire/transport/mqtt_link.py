@@ -111,7 +111,8 @@ class MqttLink(paho.Client):
             status = self.loop_write()
         if status is not OK:
             raise ConnectionError(self._cause or paho.error_string(status))
-        if self.socket() is not None and self.loop_misc() is not OK:
+        # paho may close the connection for a missing answer and still return OK
+        if self.socket() is not None and (self.loop_misc() is not OK or self.socket() is None):
             raise ConnectionError("a ping was not answered within the keepalive")
         if len(self._out_packet) > MAX_UNSENT:
             raise ConnectionError("it does not read the packets sent to it")
