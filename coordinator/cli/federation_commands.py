@@ -275,6 +275,23 @@ def federation_policy(client: Client, federation: Named = None) -> Result:
     return {"policy": policy, "changes": changes}, f"{values}\n\n{told}"
 
 
+@federation_app.command("worth")
+@asks
+def federation_worth(client: Client, federation: Named = None) -> Result:
+    """Show each client's gain over its local-only model, worst first, with the 95 % interval over its last rounds, in points.
+
+    Example: fedcg federation worth casting
+    """
+    found = client.get(f"/federations/{client.federation(federation)}/worth")
+    names = ("accuracy", "alone", "gain", "mean", "low", "high")
+    rows = [
+        [each["client"], each["round"], *(each[name] and round(100 * each[name], 1) for name in names), each["verdict"]]
+        for each in found["clients"]
+    ]
+    columns = ("client", "round", "accuracy", "local-only", "gain", "mean gain", "low", "high", "verdict")
+    return found, table(columns, rows, "No client has sent an update yet.")
+
+
 def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
     """The status of federations as a table for people."""
     columns = ("federation", "status", "phase", "round", "online", "created", "reason")

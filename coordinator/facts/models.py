@@ -1,13 +1,21 @@
 """Facts about models: versions of the shared model, exported models in use, and reported accuracies compared with local-only models."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from coordinator.facts.known import Known
 from coordinator.rounds.records import UpdateRecord
 from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeviceCondition, Outcome, ServedModel
+
+RECENT_ROUNDS = 10
+"""The rounds over which a client's gain is averaged."""
+_T95 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's t with 2 to 9 degrees of freedom."""
+Verdict = Literal["loses", "undecided", "gains", "unknown"]
 
 
 class ModelVersion(Value):
@@ -103,11 +111,41 @@ class ClassWorth(Value):
     worst: str | None = None
 
 
+class ClientWorth(Value):
+    """The benefit of the federation for one client.
+
+    Attributes:
+        round: of its last accepted update, which reported `accuracy`, `alone` (of its local-only model), `downloaded` and `examples`.
+        gain: accuracy - alone, of this update.
+        mean: mean gain of its last rounds, at most `RECENT_ROUNDS`; `rounds` is the number of those with both accuracies.
+        low, high: 95 % interval of the mean (Student's t over these rounds); None below 3 rounds. It covers the randomness of training
+            and of rounding in reports, but not the choice of the test images, which are the same in every round.
+        verdict: `loses` if the interval is below 0, `gains` if it is above.
+        size: uploaded bytes of all closed rounds; `seconds` and `joules` as reported, None if they are not.
+    """
+
+    client: str
+    round: int
+    accuracy: float | None
+    alone: float | None
+    downloaded: float | None
+    examples: int | None
+    gain: float | None
+    mean: float | None
+    rounds: int
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    size: int
+    seconds: float | None
+    joules: float | None
+
+
 class Worth(Value):
     """The benefit of the federation for its clients.
 
     Attributes:
-        clients: the last accepted updates of enrolled devices, worst gain first; those without a baseline last.
+        clients: enrolled devices with an accepted update, worst gain first; those without a baseline last.
         mean: (round, mean personal accuracy, mean local-only accuracy) of closed rounds, over the accepted updates of each.
         compared: number of clients that reported both accuracies.
         negative: number of these that do worse than their local-only model.
@@ -117,13 +155,13 @@ class Worth(Value):
         classes: in the order of the spec; empty if no client reports accuracies by class.
     """
 
-    clients: list[UpdateRecord]
+    clients: list[ClientWorth]
     mean: list[tuple[int, float | None, float | None]]
     compared: int
     negative: int
     rate: float | None
     magnitude: float | None
-    worst: UpdateRecord | None
+    worst: ClientWorth | None
     classes: list[ClassWorth]
 
 
@@ -135,19 +173,57 @@ def worth(known: Known, federation: str) -> Worth:
     """
     overview, members = known.store.overview, {device.id for device in known.store.members()}
     every = overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
-    last = {client: delivery for client, delivery in every.items() if client in members}
-    found = sorted(last.values(), key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
+    last, mean = {client: each for client, each in every.items() if client in members}, overview.means(federation)
+    gains = overview.gains(federation, mean[-1][0] - RECENT_ROUNDS + 1 if mean else 0)
+    clients = (_of_client(each, *gains.get(client, (0, None, None, 0, None, None))) for client, each in last.items())
+    found = sorted(clients, key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
     compared = [each for each in found if each.gain is not None]
     losing = [each for each in compared if each.gain is not None and each.gain < 0]
     return Worth(
         clients=found,
-        mean=overview.means(federation),
+        mean=mean,
         compared=len(compared),
         negative=len(losing),
         rate=len(losing) / len(compared) if compared else None,
         magnitude=statistics.fmean(-(each.gain or 0.0) for each in losing) if losing else None,
         worst=losing[0] if losing else None,
         classes=by_class(known, federation, last),
+    )
+
+
+def _of_client(
+    last: UpdateRecord,
+    rounds: int,
+    mean: float | None,
+    square: float | None,
+    size: int,
+    seconds: float | None,
+    joules: float | None,
+) -> ClientWorth:
+    low = high = None
+    if mean is not None and square is not None and rounds > 2:
+        deviation = math.sqrt(max(0.0, square - mean * mean) * rounds / (rounds - 1))
+        half = _T95[rounds - 3] * deviation / math.sqrt(rounds)
+        low, high = mean - half, mean + half
+    verdict: Verdict = "unknown" if mean is None else "undecided"
+    if low is not None and high is not None:
+        verdict = "loses" if high < 0 else "gains" if low > 0 else "undecided"
+    return ClientWorth(
+        last.client,
+        last.round,
+        last.accuracy,
+        last.alone,
+        last.reported.get("downloaded"),
+        last.reported.get("examples"),
+        last.gain,
+        mean,
+        rounds,
+        low,
+        high,
+        verdict,
+        int(size),
+        seconds,
+        joules,
     )
 
 

@@ -29,6 +29,7 @@ from coordinator.facts.federations import (
 )
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
+from coordinator.facts.models import Worth, worth
 from coordinator.facts.overview import FederationSummary, Found, search, summaries
 from coordinator.facts.policy import PolicyChange, policy_changes
 from coordinator.facts.problems import Problem, open_problems
@@ -201,6 +202,12 @@ def one_round(federation: str, number: int, known: Now) -> RoundFacts:
 def timeline(federation: str, known: Now, number: OfRound = None, attempt: OfAttempt = None) -> RoundTimeline | None:
     """The stages of every client in one attempt, by default the last one; null before the first attempt."""
     return round_timeline(known, federation, number, attempt)
+
+
+@router.get("/federations/{federation}/worth")
+def federation_worth(federation: str, known: Now) -> Worth:
+    """The benefit for each client: accuracy against its local-only model, the gain of its last rounds with its interval, and what it cost."""
+    return worth(known, federation)
 
 
 @router.get("/devices")

@@ -4,8 +4,23 @@ Part of the store, with the same rules.
 """
 
 from dataclasses import asdict
+from typing import Any
 
-from sqlalchemy import JSON, ColumnElement, Table, and_, cast, delete, func, insert, select, tuple_, type_coerce
+from sqlalchemy import (
+    JSON,
+    ColumnElement,
+    Select,
+    Table,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    select,
+    tuple_,
+    type_coerce,
+)
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.rounds.records import AttemptState, CertificateRecord, ConditionRecord, PresenceRecord, UpdateRecord
@@ -56,19 +71,34 @@ class Overview(schema.Queries):
 
     def means(self, federation: str, since_round: int = 0) -> list[tuple[int, float | None, float | None]]:
         """By closed round since a round, the mean reported accuracies of accepted updates: personal and local-only."""
-        table, attempts = schema.updates, schema.attempts
-        is_text = self._engine.dialect.name == "sqlite"
-        report = type_coerce(table.c.report, JSON) if is_text else cast(table.c.report, JSON)
-        personal, alone = (report[name].as_float() for name in ("accuracy", "shadow"))
-        query = (
-            select(table.c.round, func.avg(personal), func.avg(alone))
-            .join(attempts, _same_attempt(table, attempts) & (attempts.c.state == _CLOSED))
-            .where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
-            .where(table.c.round >= since_round)
-            .group_by(table.c.round)
-            .order_by(table.c.round)
+        table = schema.updates
+        means = [func.avg(self._reported(name)) for name in ("accuracy", "shadow")]
+        query = _of_closed_rounds(federation, table.c.round, *means).where(table.c.round >= since_round)
+        rows = self._rows(query.group_by(table.c.round).order_by(table.c.round))
+        return [(number, own, baseline) for number, own, baseline in rows]
+
+    def gains(self, federation: str, since_round: int) -> dict[str, tuple[Any, ...]]:
+        """By client, over its accepted updates to closed rounds.
+
+        Returns:
+            Number, mean and mean square of the gains over the local-only model since a round; bytes, seconds and joules of all rounds.
+        """
+        table = schema.updates
+        gain = case((table.c.round >= since_round, self._reported("accuracy") - self._reported("shadow")))
+        spent = [
+            func.sum(each) for each in (table.c.size, *(self._reported("cost", name) for name in ("seconds", "joules")))
+        ]
+        query = _of_closed_rounds(
+            federation, table.c.client, func.count(gain), func.avg(gain), func.avg(gain * gain), *spent
         )
-        return [(number, own, baseline) for number, own, baseline in self._rows(query)]
+        return {client: tuple(values) for client, *values in self._rows(query.group_by(table.c.client))}
+
+    def _reported(self, *names: str) -> ColumnElement[float]:
+        """A number in the reports of updates."""
+        stored = schema.updates.c.report
+        report = type_coerce(stored, JSON) if self._engine.dialect.name == "sqlite" else cast(stored, JSON)
+        number: ColumnElement[float] = report[names].as_float()
+        return number
 
     def volumes(self, federation: str) -> dict[str, tuple[int, int]]:
         """By client, the number and bytes of delivered updates, with any outcome."""
@@ -103,6 +133,13 @@ class Overview(schema.Queries):
         outcomes = self._rows(ended.join(attempts, _same_attempt(updates, attempts)).where(is_over))
         states = self._rows(tried.where(is_over))
         return {outcome: (count, int(size)) for outcome, count, size in outcomes}, dict(states)
+
+
+def _of_closed_rounds(federation: str, *columns: ColumnElement[Any]) -> Select[Any]:
+    """A query over the accepted updates to closed rounds."""
+    table, attempts = schema.updates, schema.attempts
+    query = select(*columns).join(attempts, _same_attempt(table, attempts) & (attempts.c.state == _CLOSED))
+    return query.where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
 
 
 def _same_attempt(one: Table, other: Table) -> ColumnElement[bool]:

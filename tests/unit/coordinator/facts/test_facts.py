@@ -1,10 +1,13 @@
 """What every view shows: where a federation stands and its problems, what left devices, and the metrics."""
 
+import json
+import statistics
 import time
 from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from scipy import stats
 from sqlalchemy import update
 
 from coordinator.facts.devices import DeviceFilter, device_facts, in_order, one_device
@@ -194,6 +197,26 @@ def test_neither_updates_to_the_open_round_nor_devices_that_are_gone_count_in_th
     assert (found.compared, found.negative, found.rate, found.worst) == (18, 0, 0.0, None)
     assert not {each.client for each in losing} & {each.client for each in found.clients}
     assert 'fedcg_negative_transfer{federation="tiny"} 0.0' in metrics_text(world.known()).decode()
+
+
+def test_a_clients_gain_has_the_interval_of_its_last_rounds_and_its_costs(make_world: MakeWorld) -> None:
+    store = (world := make_world(rounds=20, clients=())).store
+    add_crowd(store, "tiny", 8, 12, time.time())
+    shadows, table = [0.9, 0.1, *(0.30 + 0.013 * (number % 4) for number in range(10))], schema.updates
+    with store._engine.begin() as connection:
+        for number, shadow in enumerate(shadows, 1):
+            told = json.dumps({"accuracy": 0.5, "shadow": shadow, "cost": {"seconds": 2.0, "joules": None}})
+            own = update(table).where(table.c.client == "line-0000", table.c.round == number)
+            connection.execute(own.values(report=told, size=1000))
+    found = {each.client: each for each in worth(world.known(), "tiny").clients}
+    recent = [0.5 - shadow for shadow in shadows[2:]]
+    low, high = stats.t.interval(0.95, 9, statistics.fmean(recent), stats.sem(recent))
+    b = found["line-0000"]
+    assert (b.mean, b.low, b.high) == pytest.approx((statistics.fmean(recent), low, high), abs=1e-4)
+    assert (b.rounds, b.verdict, b.size, b.seconds, b.joules) == (10, "gains", 12_000, 24.0, None)
+    loser, unspent = found["line-0005"], found["line-0001"]
+    assert (loser.verdict, unspent.verdict, unspent.seconds) == ("loses", "gains", None)
+    assert loser.high == pytest.approx(-0.03)
 
 
 def test_rounds_after_one_that_is_late_count_from_now(make_world: MakeWorld) -> None:
