@@ -199,7 +199,7 @@ def _describe(
     """FedCG Edge: federated learning on edge devices. Training data stays on the devices. The method decides which networks leave them.
 
     Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 3 no answer in time; 4 not connected or not allowed; 5 already running;
-    6 already exists; 7 not found; 8 an audit found a leak, or a gate is not met; 130 interrupted.
+    6 already exists; 7 not found; 8 an audit found a leak, a gate is not met, or records differ; 130 interrupted.
     FEDCG_HOME sets --dir of a coordinator, FEDCG_CONFIG sets --config of a device.
     Errors go to stderr; --debug shows tracebacks. With --json, stdout has one envelope: {"ok": true, "data": …} or {"ok": false, "error": …}.
     """

@@ -25,7 +25,7 @@ NEXT_STEPS = {
     ALREADY_RUNNING: "stop the running one first",
     EXISTS: "choose another name or place, or use the existing one",
     NOT_FOUND: "check the name or path; the commands `list` and `status` show the existing names",
-    NOT_MET: "read what the audit found; trying again does not change it",
+    NOT_MET: "read what was found; trying again does not change it",
 }
 """The next step for errors that do not name one, by exit code."""
 _PACKAGES = frozenset({"audit", "coordinator", "devices", "edge_client", "experiments", "export", "fedcg"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -290,6 +291,38 @@ def federation_worth(client: Client, federation: Named = None) -> Result:
     ]
     columns = ("client", "round", "accuracy", "local-only", "gain", "mean gain", "low", "high", "verdict")
     return found, table(columns, rows, "No client has sent an update yet.")
+
+
+@federation_app.command("reconcile")
+@asks
+def federation_reconcile(
+    client: Client,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Output of `fedcg agent sent --json` on a device.")],
+    federation: Named = None,
+) -> Result:
+    """Compare a device's own record of what it sent with the coordinator's. Differences are named; nothing is stored.
+
+    Exit code 8 if the records differ.
+
+    Example: fedcg federation reconcile sent-2026-11.json casting
+    """
+    from pydantic import ValidationError
+
+    from coordinator.facts.sent import OwnRecord, compare_records
+    from fedcg.errors import NOT_MET, BadInputError, in_words
+
+    named = client.federation(federation)
+    try:
+        record = OwnRecord.read(file.read_bytes())
+        (device,) = client.get(f"/federations/{named}/sent", device=record.device)["devices"]
+        found = compare_records(record, named, device["rounds"])
+    except (OSError, ValidationError) as error:
+        why = in_words(error) if isinstance(error, OSError) else "run that on the device, and give all it prints"
+        raise BadInputError(f"{file} is not the output of `fedcg agent sent --json`: {why}") from error
+    rows = [(each.round, each.attempt, each.what, each.artifact) for each in found.differences]
+    same = f"{found.same} updates of {record.device} are the same in both records; {found.earlier} from before the record were not compared."
+    text = f"{table(('round', 'attempt', 'difference', 'sha256'), rows, 'No difference.')}\n{same}"
+    return asdict(found), text, NOT_MET if rows else 0
 
 
 def federations_table(found: Sequence[Mapping[str, Any]]) -> str:

@@ -1,16 +1,19 @@
-"""What left each device: parts, fields, codecs and sizes of its updates, and everything else that it sends.
+"""What left each device: parts, fields, codecs and sizes of its updates, everything else that it sends, and its own record of it.
 
 Field names come from the schemas of all messages of devices, so the lists are complete. Tensors of parts are listed separately.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from coordinator.errors import NotFoundError
 from coordinator.facts.known import Known
 from coordinator.facts.models import served_models
 from coordinator.rounds.records import UpdateRecord
@@ -18,7 +21,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
 from fedcg.wire.messages.enrolment_messages import EnrolRequest, RenewRequest
-from fedcg.wire.messages.schemas import DeviceMessage, Leave
+from fedcg.wire.messages.schemas import DeviceMessage, Leave, Outcome
 from fedcg.wire.parts import ReportField
 
 SENT: tuple[type[BaseModel], ...] = (ArtifactHeader, *get_args(DeviceMessage), EnrolRequest, RenewRequest)
@@ -69,6 +72,7 @@ class DeviceSent(Value):
             if the device reports them outside of updates.
         facts: further values in the headers of these updates, by name.
         rounds: all updates, oldest first; empty unless in full.
+        periods: by report field, the first and the last of these rounds that contained it: what the owner allowed, as seen here.
     """
 
     client: str
@@ -78,6 +82,7 @@ class DeviceSent(Value):
     fields: list[str]
     facts: dict[str, list[str]]
     rounds: list[UpdateRecord]
+    periods: dict[str, tuple[int, int]]
 
 
 class Sent(Value):
@@ -105,20 +110,22 @@ class Sent(Value):
     size: int
 
 
-def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
-    """What left the devices of a federation; `in_full` lists every update.
+def sent(known: Known, federation: str, in_full: bool = False, device: str | None = None) -> Sent:
+    """What left the devices of a federation, or one of them; `in_full` lists every update.
 
     Raises:
-        NotFoundError: there is no such federation.
+        NotFoundError: there is no such federation, or no complete update of this device.
     """
     record, overview = known.federation(federation), known.store.overview
     spec = known.spec(record)
     every: dict[str, list[UpdateRecord]] = defaultdict(list)
-    for each in overview.deliveries(record.id) if in_full else ():
+    for each in overview.deliveries(record.id, device) if in_full else ():
         every[each.client].append(each)
+    if device is not None and not every:
+        raise NotFoundError(f"no complete update of {device!r} to {record.id} has arrived")
     volumes, reporting = overview.volumes(record.id), {each.device for each in served_models(known, federation)}
     devices, service = [], known.services.get(federation)
-    for client, last in sorted(overview.last_deliveries(record.id).items()):
+    for client, last in sorted(overview.last_deliveries(record.id, device).items()):
         updates, size = volumes.get(client, (1, last.size))
         of_itself = {
             "model": client in reporting,
@@ -128,7 +135,11 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         fields = sorted(_fields(listed) | {name for name, is_told in of_itself.items() if is_told})
         pairs = sorted({pair for each in listed for pair in each.described.items()})
         facts = {name: [value for key, value in pairs if key == name] for name, _ in pairs}
-        devices.append(DeviceSent(client, updates, size, last, fields, facts, every[client]))
+        periods: dict[str, tuple[int, int]] = {}
+        for each in every[client]:
+            for name in each.reported:
+                periods[name] = periods.get(name, (each.round, 0))[0], each.round
+        devices.append(DeviceSent(client, updates, size, last, fields, facts, every[client], periods))
     return Sent(
         record.id,
         record.method,
@@ -140,8 +151,105 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         spec.network.private_start(None),
         [] if service is None else service.cohorts.without(),
         devices,
-        sum(size for _, size in volumes.values()),
+        sum(each.size for each in devices),
     )
+
+
+class OwnUpdate(BaseModel, frozen=True):
+    """An update in a device's own record. `receipt` is the coordinator's answer, None without one."""
+
+    t: float
+    federation: str
+    round: int
+    attempt: int
+    artifact: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    bytes: int
+    receipt: str | None
+
+
+class OwnRecord(BaseModel, frozen=True):
+    """The output of `fedcg agent sent --json`."""
+
+    device: str
+    items: list[dict[str, Any]]
+
+    @staticmethod
+    def read(text: str | bytes) -> OwnRecord:
+        """Read the output of the command.
+
+        Raises:
+            ValidationError: it is something else.
+        """
+        return _Output.model_validate_json(text).data
+
+    def updates(self, federation: str) -> list[OwnUpdate]:
+        """Its updates to a federation.
+
+        Raises:
+            ValidationError: an update lacks a field.
+        """
+        updates = [OwnUpdate.model_validate(each) for each in self.items if each.get("kind") == "update"]
+        return [each for each in updates if each.federation == federation]
+
+
+class _Output(BaseModel, frozen=True):
+    data: OwnRecord
+
+
+class Difference(Value):
+    """A difference between a device's own record and the coordinator's."""
+
+    round: int
+    attempt: int
+    artifact: str
+    what: str
+
+
+class Comparison(Value):
+    """A device's own record against the coordinator's.
+
+    Attributes:
+        same: number of updates that both list with the same SHA-256, size and outcome.
+        earlier: number of the coordinator's updates from before the record's first item, which were not compared.
+    """
+
+    device: str
+    same: int
+    earlier: int
+    differences: list[Difference]
+
+
+def compare_records(record: OwnRecord, federation: str, stored: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Compare a device's own record with its updates at the coordinator (fields of `UpdateRecord`).
+
+    Raises:
+        ValidationError: not the output of `fedcg agent sent --json`.
+    """
+    own, here = (
+        {each.artifact: each for each in record.updates(federation)},
+        {each["artifact"]: each for each in stored},
+    )
+    first = min((each["t"] for each in record.items if isinstance(each.get("t"), float)), default=math.inf)
+    same, earlier, found = 0, 0, []
+    for artifact in {**here, **own}:
+        mine, other = here.get(artifact), own.get(artifact)
+        if other is None:
+            assert mine is not None
+            earlier += (is_earlier := mine["stored_at"] < first)
+            what = "" if is_earlier else "it arrived here, but the device's record lacks it"
+        elif mine is None:
+            lost = "the device sent it, but it never arrived completely"
+            what = lost if other.receipt is None else f"{other.receipt} on the device, but not listed here"
+        elif mine["size"] != other.bytes:
+            what = f"{other.bytes} bytes on the device, {mine['size']} here"
+        elif other.receipt not in (None, mine["outcome"]):
+            what = f"{other.receipt} on the device, {Outcome(mine['outcome']).value} here"
+        else:
+            what, same = "", same + 1
+        if what:
+            at = (mine["round"], mine["attempt"]) if mine is not None else (own[artifact].round, own[artifact].attempt)
+            found.append(Difference(*at, artifact, what))
+    return Comparison(record.device, same, earlier, sorted(found, key=lambda each: (each.round, each.attempt)))
 
 
 def _when(field: ReportField, spec: FederationSpec) -> str:

@@ -33,6 +33,7 @@ from coordinator.facts.models import Worth, worth
 from coordinator.facts.overview import FederationSummary, Found, search, summaries
 from coordinator.facts.policy import PolicyChange, policy_changes
 from coordinator.facts.problems import Problem, open_problems
+from coordinator.facts.sent import Sent, sent
 from coordinator.facts.timeline import RoundTimeline, round_timeline
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
@@ -208,6 +209,12 @@ def timeline(federation: str, known: Now, number: OfRound = None, attempt: OfAtt
 def federation_worth(federation: str, known: Now) -> Worth:
     """The benefit for each client: accuracy against its local-only model, the gain of its last rounds with its interval, and what it cost."""
     return worth(known, federation)
+
+
+@router.get("/federations/{federation}/sent")
+def what_left(federation: str, known: Now, device: Name | None = None) -> Sent:
+    """What left the devices, with the last update of each; with `device` all updates of this one, and the rounds of each report field."""
+    return sent(known, federation, device is not None, device)
 
 
 @router.get("/devices")

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationError
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
 from coordinator.facts.devices import DeviceFilter, Standing, device_facts, device_history, in_order
@@ -20,7 +20,7 @@ from coordinator.facts.models import model_versions, served_models, worth
 from coordinator.facts.overview import search, summaries
 from coordinator.facts.policy import policy_changes
 from coordinator.facts.problems import Problem, open_problems
-from coordinator.facts.sent import sent
+from coordinator.facts.sent import Comparison, OwnRecord, compare_records, sent
 from coordinator.facts.timeline import round_timeline
 from coordinator.http.access import Role, access_of, end_session, require, set_session
 from coordinator.http.changes import ChangeRoute, in_turn
@@ -54,6 +54,7 @@ STATES = get_args(Standing)
 Asked = Annotated[View, Depends(view_of)]
 Wanted = Annotated[DeviceFilter, Depends()]
 Several = Annotated[list[str] | None, Query()]
+Fields = Annotated[dict[str, str], Depends(form_of)]
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
@@ -115,6 +116,34 @@ def privacy_report(federation: str, view: Asked) -> Response:
     page = plain_page("sent_report.html", facts=facts, now=view.known.now)
     page.headers["Content-Disposition"] = f'attachment; filename="{facts.federation}-what-left-each-device.html"'
     return page
+
+
+@router.get("/f/{federation}/sent/{device}")
+def what_left_a_device(federation: str, device: str, view: Asked) -> Response:
+    """Every update of a device."""
+    return _sent_page(view, federation, device)
+
+
+@router.post("/f/{federation}/sent/{device}")
+def compare_with_device(federation: str, device: str, view: Asked, fields: Fields) -> Response:
+    """Every update of a device, compared with the device's own record. Nothing is stored."""
+    facts = view.facts(sent, federation, True, device)  # noqa: FBT003 - a key of kept facts
+    try:
+        record = OwnRecord.read(fields.get("record", ""))
+        found = compare_records(record, federation, [vars(each) for each in facts.devices[0].rounds])
+    except ValidationError:
+        found, wrong = None, "This is not the output of fedcg agent sent --json."
+    else:
+        wrong = "" if record.device == device else f"This is the record of {record.device[:100]!r}."
+    return _sent_page(view, federation, device, None if wrong else found, wrong)
+
+
+def _sent_page(view: View, federation: str, device: str, found: Comparison | None = None, wrong: str = "") -> Response:
+    facts = view.facts(sent, federation, True, device)  # noqa: FBT003 - a key of kept facts
+    keep = view.request.app.state.home.config().storage.keep_rounds
+    status, closed = 422 if wrong else 200, view.known.store.aggregates(federation)[-1].round
+    values = {"facts": facts, "found": found, "wrong": wrong, "first_kept": closed - keep + 1, "keep": keep}
+    return view.render("sent_device.html", status=status, federation=federation, **values)
 
 
 @router.get("/devices")
@@ -275,7 +304,6 @@ BULK: dict[str, Callable[[Operations, str, dict[str, str]], object]] = {
     "unlabel": lambda doing, device, fields: doing.describe(device, {"remove_labels": [fields.get("label", "")]}),
 }
 """Changes of several devices: the operation on each."""
-Fields = Annotated[dict[str, str], Depends(form_of)]
 sessions = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 forms = APIRouter(
     route_class=ChangeRoute,

@@ -182,7 +182,8 @@ addEventListener("resize", draw);
 document.addEventListener("htmx:after:swap", () => { tick(); showZone(); draw(); });
 document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
 document.addEventListener("change", (event) => {
-  const name = event.target.dataset?.all;
+  const { all: name, into } = event.target.dataset ?? {};
+  if (into) event.target.files[0]?.text().then((text) => { event.target.form.elements[into].value = text; });
   if (name) for (const each of document.querySelectorAll(`input[name="${name}"]`)) each.checked = event.target.checked;
 });
 document.addEventListener("click", (event) => {

@@ -19,6 +19,7 @@ from coordinator.members.api_tokens import Role
 from coordinator.page.views import Recent
 from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.storage import schema
+from edge_client.store.checked_files import SENT_FILE, SentRecord, sent_items
 from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, DoctorFinding, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
@@ -35,6 +36,7 @@ SCREENS = (
     "/f/tiny/worth",
     "/f/tiny/models",
     "/f/tiny/sent",
+    "/f/tiny/sent/line-0005",
     "/devices",
     "/repairs",
     "/events",
@@ -113,6 +115,41 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
     assert "a accepted the invitation" not in reader.get("/events")[1]
     assert "a accepted the invitation" in reader.get("/events?level=debug")[1]
+
+
+def test_a_devices_own_record_is_compared_with_what_arrived(page: ServedPage, tmp_path: Path) -> None:
+    page.made.start()
+    reader, world = page.reader(Role.VIEWER), page.made.world
+    shows(reader, "/f/tiny", "finished")
+    shows(reader, "/f/tiny/sent/a", ">accepted</span>", "What left a", "9 more rounds", "10 more rounds")
+    update, other = world.store.overview.deliveries("tiny", "a")
+    own = SentRecord(tmp_path, "tiny", lambda: update.stored_at)
+    for each in (update, other):
+        own.update(world.artifacts.get(each.artifact))
+        own.receipt(each.artifact, "accepted")
+    place, environment = ("--url", f"http://127.0.0.1:{page.port}"), {"FEDCG_API_TOKEN": page.token(Role.VIEWER)}
+
+    def compared(**changes: object) -> tuple[int, str]:
+        first, second = sent_items(tmp_path / SENT_FILE)
+        values = {"ok": True, "data": {"device": "a", "items": [{**first, **changes}, second]}}
+        status, _, text = reader.post("/f/tiny/sent/a", "/f/tiny/sent/a", record=json.dumps(values))
+        (tmp_path / "sent.json").write_text(json.dumps(values))
+        done = run_fedcg("federation", "reconcile", tmp_path / "sent.json", "tiny", *place, environment=environment)
+        assert done.exit_code == (8 if changes else 0), done.output
+        return status, text.partition('id="compare"')[2]
+
+    assert "2 updates are the same in both records. No differences." in compared()[1]
+    for changes, told in (
+        ({"bytes": 1}, f"1 bytes on the device, {update.size} here"),
+        ({"receipt": "rejected"}, "rejected on the device, accepted here"),
+        ({"artifact": "0" * 64, "receipt": None}, "the device sent it, but it never arrived completely"),
+        ({"artifact": "0" * 64}, "it arrived here, but the device&#39;s record lacks it"),
+    ):
+        assert told in compared(**changes)[1], changes
+    status, _, text = reader.post("/f/tiny/sent/a", "/f/tiny/sent/a", record='{"data": {"device": "<b>", "items": []}}')
+    assert (status, "This is the record of &#39;&lt;b&gt;&#39;." in text) == (422, True)
+    assert reader.post("/f/tiny/sent/a", "/f/tiny/sent/a", record="no")[0] == 422
+    assert reader.get("/f/tiny/sent/nobody")[0] == 404
 
 
 def test_what_a_device_found_names_the_federations_that_it_is_about(page: ServedPage) -> None:
