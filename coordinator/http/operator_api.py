@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from coordinator.errors import NotFoundError
+from coordinator.facts.audits import DeviceAudits, device_audits
 from coordinator.facts.devices import DeviceFacts, DeviceFilter, Standing, device_facts, in_order, one_device
 from coordinator.facts.enrolment import EnrolmentFacts, enrolments
 from coordinator.facts.federations import (
@@ -215,6 +216,12 @@ def federation_worth(federation: str, known: Now) -> Worth:
 def what_left(federation: str, known: Now, device: Name | None = None) -> Sent:
     """What left the devices, with the last update of each; with `device` all updates of this one, and the rounds of each report field."""
     return sent(known, federation, device is not None, device)
+
+
+@router.get("/federations/{federation}/audits")
+def audits(federation: str, known: Now) -> list[DeviceAudits]:
+    """Devices' audits of their own updates: the rounds sent with figures, the rounds withheld, and the last figures."""
+    return device_audits(known, federation)
 
 
 @router.get("/devices")

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BeforeValidator, ValidationError
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
+from coordinator.facts.audits import device_audits
 from coordinator.facts.devices import DeviceFilter, Standing, device_facts, device_history, in_order
 from coordinator.facts.enrolment import enrolments
 from coordinator.facts.federations import current_round
@@ -144,6 +145,13 @@ def _sent_page(view: View, federation: str, device: str, found: Comparison | Non
     status, closed = 422 if wrong else 200, view.known.store.aggregates(federation)[-1].round
     values = {"facts": facts, "found": found, "wrong": wrong, "first_kept": closed - keep + 1, "keep": keep}
     return view.render("sent_device.html", status=status, federation=federation, **values)
+
+
+@router.get("/f/{federation}/audits")
+def audits(federation: str, view: Asked) -> Response:
+    """Devices' audits of their own updates."""
+    facts = view.facts(device_audits, federation)
+    return view.render("audits.html", federation=federation, facts=facts, shown=SHOWN_CLIENTS)
 
 
 @router.get("/devices")

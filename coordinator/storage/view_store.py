@@ -25,7 +25,7 @@ from sqlalchemy.exc import IntegrityError
 
 from coordinator.rounds.records import AttemptState, CertificateRecord, ConditionRecord, PresenceRecord, UpdateRecord
 from coordinator.storage import schema
-from fedcg.wire.messages.schemas import Outcome
+from fedcg.wire.messages.schemas import DeclineReason, Outcome
 
 ANSWERS = 50  # answers of one device on a page
 
@@ -53,6 +53,19 @@ class Overview(schema.Queries):
         if client is not None:
             query = query.filter_by(client=client)
         return self._all(UpdateRecord, query.order_by(table.c.round, table.c.attempt, table.c.client))
+
+    def audited(self, federation: str, since_round: int) -> list[UpdateRecord]:
+        """The updates since a round whose reports have audit figures, oldest first."""
+        table = schema.updates
+        query = select(table).where(table.c.round >= since_round, table.c.report.contains('"audit":{'))
+        return self._all(UpdateRecord, query.filter_by(federation=federation).order_by(table.c.round, table.c.attempt))
+
+    def withheld(self, federation: str, since_round: int) -> list[tuple[str, int, int]]:
+        """Client, round and attempt of each update since a round that a device's own audit withheld."""
+        table = schema.participants
+        query = select(table.c.client, table.c.round, table.c.attempt).where(table.c.round >= since_round)
+        rows = self._rows(query.filter_by(federation=federation, reason=DeclineReason.WITHHELD.value))
+        return [(client, number, attempt) for client, number, attempt in rows]
 
     def last_deliveries(
         self, federation: str, client: str | None = None, *, outcome: Outcome | None = None

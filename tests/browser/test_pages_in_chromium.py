@@ -115,7 +115,7 @@ def test_ten_tabs_load_and_every_visible_one_is_live(page: ServedPage, logged_in
     shows_online(tabs[4], 3)
 
 
-SCREENS = ("", "/worth", "/models", "/sent", "/policy")
+SCREENS = ("", "/worth", "/models", "/sent", "/sent/line-0003", "/audits", "/policy")
 MORE_SCREENS = (
     "/",
     "/search?q=line-000",

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
 from sqlalchemy import update
 
+from coordinator.facts.audits import device_audits
 from coordinator.facts.devices import DeviceFilter, device_facts, in_order, one_device
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
@@ -217,6 +218,26 @@ def test_a_clients_gain_has_the_interval_of_its_last_rounds_and_its_costs(make_w
     loser, unspent = found["line-0005"], found["line-0001"]
     assert (loser.verdict, unspent.verdict, unspent.seconds) == ("loses", "gains", None)
     assert loser.high == pytest.approx(-0.03)
+
+
+def test_a_withheld_update_is_listed_beside_those_with_figures(make_world: MakeWorld) -> None:
+    store = (world := make_world(rounds=9, clients=())).store
+    add_crowd(store, "tiny", 4, 3, time.time())
+    assert device_audits(world.known(), "tiny") == []
+    sent, answers = schema.updates.c, schema.participants.c
+    told, reason = json.dumps({"audit": {"mia_auc": 0.02}}, separators=(",", ":")), DeclineReason.WITHHELD.value
+    with store._engine.begin() as connection:
+        connection.execute(
+            update(schema.updates).where(sent.client == "line-0001", sent.round == 2).values(report=told)
+        )
+        for client in ("line-0001", "line-0002"):
+            withheld = update(schema.participants).where(answers.client == client, answers.round == 3)
+            connection.execute(withheld.values(state="declined", reason=reason))
+    first, second = device_audits(world.known(), "tiny")
+    assert [(each.round, each.outcome) for each in first.rounds] == [(2, "sent"), (3, "withheld")]
+    assert first.last is not None
+    assert (first.last.round, [gain for _, gain in first.last.gains]) == (2, [0.02])
+    assert (second.device, [each.outcome for each in second.rounds], second.last) == ("line-0002", ["withheld"], None)
 
 
 def test_rounds_after_one_that_is_late_count_from_now(make_world: MakeWorld) -> None:

@@ -37,6 +37,7 @@ SCREENS = (
     "/f/tiny/models",
     "/f/tiny/sent",
     "/f/tiny/sent/line-0005",
+    "/f/tiny/audits",
     "/devices",
     "/repairs",
     "/events",

@@ -62,6 +62,7 @@ SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("/f/tiny/worth", ">x</td>", "</tr>"): ("75.0 %", "25.0 %", "12.5 %", "\N{MINUS SIGN}50.0", "/devices/a"),
     ("/f/tiny/worth", 'id="w-a" class="loses"', "</tr>"): ("40.0 %",),
     ("/f/tiny/sent", 'id="s-a"', "</tr>"): ("model", "telemetry"),
+    ("/f/tiny/audits", 'id="a-a"', "</tr>"): ("label distribution, L1 distance", "+0.0421", ">none</td>", "1 <span"),
 }
 """By page, where a part of it begins and where that ends: what it shows."""
 
