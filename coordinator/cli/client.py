@@ -85,10 +85,15 @@ class Client(Value):
             typer.echo(f"{left_out} more are not shown: one answer has {len(found)}", err=True)
         return found
 
+    def content(self, path: str) -> bytes:
+        """Read the content of a file."""
+        return self._asked("GET", f"{API}{path}").content
+
     def change(self, method: str, path: str, content: object = None) -> Any:
         """Make a change. If the connection breaks, the request is sent once more; the change is made at most once."""
         key = {"Idempotency-Key": str(uuid.uuid4())}
-        return self._asked(method, f"{API}{path}", json=content, headers=key).json()
+        answer = self._asked(method, f"{API}{path}", json=content, headers=key)
+        return answer.json() if answer.content else None
 
     def federation(self, named: str | None) -> str:
         """The id of the named federation. Without a name: of the only active one, else of the only one.

@@ -84,11 +84,12 @@ def federation_continue(
     client: Client,
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
     federation: Annotated[
-        str | None, typer.Argument(help="Federation whose last weights become the initial ones. Default: see `list`.")
+        str | None,
+        typer.Argument(help="Federation whose last weights become the initial ones, or ID@ROUND. Default: see `list`."),
     ] = None,
     start: Start = True,
 ) -> Result:
-    """Create a federation that starts from the last weights of another one.
+    """Create a federation that starts from the weights of another one: its last ones, or those of a round, which rolls back.
 
     Example: fedcg federation continue plan.toml casting
     """
@@ -291,6 +292,82 @@ def federation_worth(client: Client, federation: Named = None) -> Result:
     ]
     columns = ("client", "round", "accuracy", "local-only", "gain", "mean gain", "low", "high", "verdict")
     return found, table(columns, rows, "No client has sent an update yet.")
+
+
+@federation_app.command("models")
+@asks
+def federation_models(client: Client, federation: Named = None) -> Result:
+    """List the versions of the shared model, newest first.
+
+    Example: fedcg federation models casting
+    """
+    found = client.all(f"/federations/{client.federation(federation)}/models")
+    rows = [
+        (each["round"], moment(each["stored_at"]), each["merged"], each["size"], each["accuracy"], each["pinned"] or "")
+        for each in found
+    ]
+    return found, table(("round", "created", "merged", "bytes", "accuracy", "pinned"), rows, "")
+
+
+@federation_app.command("compare")
+@asks
+def federation_compare(
+    client: Client,
+    federation: Annotated[str, typer.Argument(help="Federation id.")],
+    first: Annotated[str, typer.Argument(help="Round of a version, or a device.")],
+    second: Annotated[str, typer.Argument(help="The same of the other one.")],
+) -> Result:
+    """Compare two versions of the shared model, or two devices: accuracy, classes, size, latency, distance.
+
+    Example: fedcg federation compare casting 3 12
+    """
+    found = client.get(f"/federations/{client.federation(federation)}/compare", first=first, second=second)
+    rows = [
+        (each["what"], *(round(v, 4) if isinstance(v := each[name], float) else v for name in ("first", "second")))
+        for each in found
+    ]
+    return found, table(("figure", first, second), rows, "")
+
+
+@federation_app.command("pin")
+@asks
+def federation_pin(
+    client: Client,
+    federation: Annotated[str, typer.Argument(help="Federation id.")],
+    number: Annotated[int, typer.Argument(metavar="ROUND", min=0, help="Round of the version; 0 is the initial one.")],
+    label: Annotated[str | None, typer.Option("--label", help='Why it is kept, e.g. "best".')] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Keep it no longer than others.")] = False,
+) -> Result:
+    """Keep a version of the shared model: it is not deleted after `keep_rounds` closed rounds.
+
+    Example: fedcg federation pin casting 12 --label best
+    """
+    path = f"/federations/{client.federation(federation)}/models/{number}/pin"
+    client.change("DELETE" if remove else "PUT", path, None if remove else {"label": label or "pinned"})
+    kept = "kept no longer than others" if remove else f"kept as {label or 'pinned'}"
+    return {"round": number, "pinned": None if remove else label or "pinned"}, f"round {number}: {kept}"
+
+
+@federation_app.command("download")
+@asks
+def federation_download(
+    client: Client,
+    federation: Annotated[str, typer.Argument(help="Federation id.")],
+    number: Annotated[int, typer.Argument(metavar="ROUND", min=0, help="Round of the version; 0 is the initial one.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write. Must not exist.")],
+) -> Result:
+    """Download a version of the shared model, with its header, as devices get it.
+
+    Example: fedcg federation download casting 12 --out casting-12.fedcg
+    """
+    from fedcg.errors import EXISTS, BadInputError
+    from fedcg.files import replace_durably
+
+    if out.exists():
+        raise BadInputError(f"{out} exists already", exit_code=EXISTS)
+    data = client.content(f"/federations/{client.federation(federation)}/models/{number}/artifact")
+    replace_durably(out, data)
+    return {"file": str(out), "bytes": len(data)}, f"{out}: {len(data)} bytes"
 
 
 @federation_app.command("reconcile")

@@ -28,6 +28,7 @@ class ModelVersion(Value):
         accuracy: mean personal accuracy that clients reported after training from it (with their updates to the next round).
         gain: difference to the accuracy of the previous version.
         devices: devices whose last accepted update started from it.
+        pinned: label of a version that an operator keeps.
     """
 
     round: int
@@ -38,6 +39,7 @@ class ModelVersion(Value):
     accuracy: float | None
     gain: float | None
     devices: list[str]
+    pinned: str | None
 
 
 class ServedAt(Value):
@@ -74,6 +76,7 @@ def model_versions(known: Known, federation: str) -> list[ModelVersion]:
                 accuracy,
                 None if accuracy is None or before is None else accuracy - before,
                 sorted(users[aggregate.round]),
+                aggregate.pinned,
             )
         )
     return found[::-1]

@@ -100,6 +100,7 @@ ROUTERS = (
     operator_api.health,
     operator_api.plain,
     operator_api.router,
+    operator_api.operating,
     operator_api.admin,
     event_stream.router,
     operator_api.steering,

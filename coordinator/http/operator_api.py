@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import anyio.to_thread
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import Path as PathParameter
+from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, Field
 
 from coordinator.errors import NotFoundError
 from coordinator.facts.audits import DeviceAudits, device_audits
+from coordinator.facts.comparison import ComparedFigure, compared
 from coordinator.facts.devices import DeviceFacts, DeviceFilter, Standing, device_facts, in_order, one_device
 from coordinator.facts.enrolment import EnrolmentFacts, enrolments
 from coordinator.facts.federations import (
@@ -30,7 +32,7 @@ from coordinator.facts.federations import (
 )
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
-from coordinator.facts.models import Worth, worth
+from coordinator.facts.models import ModelVersion, Worth, model_versions, worth
 from coordinator.facts.overview import FederationSummary, Found, search, summaries
 from coordinator.facts.policy import PolicyChange, policy_changes
 from coordinator.facts.problems import Problem, open_problems
@@ -44,7 +46,7 @@ from coordinator.members.enrolment import TokenFacts, WantedToken, enrol_line, t
 from coordinator.members.membership import Revoked
 from coordinator.notifications import ChannelFacts, Notifier
 from coordinator.operations.create_federation import OperatorPlan
-from coordinator.operations.operations import MAX_REASON, Description, Operations
+from coordinator.operations.operations import MAX_PIN, MAX_REASON, Description, Operations, version_of
 from coordinator.rounds.records import DeviceState, FederationRecord, TokenRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
@@ -91,12 +93,13 @@ Moment = Annotated[float | None, Query(ge=0, le=MAX_ID)]
 Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="minimum level")]
 OfRound = Annotated[int | None, Query(alias="round", ge=1, le=MAX_ID)]
 OfAttempt = Annotated[int | None, Query(ge=1, le=MAX_ID)]
+OfVersion = Annotated[int, PathParameter(ge=0, le=MAX_ID)]
 ItemT = TypeVar("ItemT")
 
 health = APIRouter()
 """Routes without a token."""
 plain = APIRouter(dependencies=[Depends(require(Role.VIEWER))])
-router, admin = reading(Role.VIEWER), reading(Role.ADMIN)
+router, operating, admin = reading(Role.VIEWER), reading(Role.OPERATOR), reading(Role.ADMIN)
 
 
 @health.head("/healthz", include_in_schema=False)
@@ -210,6 +213,29 @@ def timeline(federation: str, known: Now, number: OfRound = None, attempt: OfAtt
 def federation_worth(federation: str, known: Now) -> Worth:
     """The benefit for each client: accuracy against its local-only model, the gain of its last rounds with its interval, and what it cost."""
     return worth(known, federation)
+
+
+@router.get("/federations/{federation}/models")
+def federation_models(federation: str, known: Now) -> list[ModelVersion]:
+    """The versions of the shared model, newest first."""
+    return model_versions(known, federation)
+
+
+@router.get("/federations/{federation}/compare")
+def compare(federation: str, known: Now, request: Request, first: Name, second: Name) -> list[ComparedFigure]:
+    """Two versions (numbers of their rounds) or two devices side by side."""
+    return compared(known, federation, first, second, request.app.state.coordinator.artifacts.get)
+
+
+@operating.get("/federations/{federation}/models/{number}/artifact", response_class=FileResponse)
+def download_model(federation: str, number: OfVersion, known: Now, request: Request) -> FileResponse:
+    """The bytes of a version, as devices download them. Its manifest is the header of the artifact."""
+    record = version_of(known.store, federation, number)
+    try:
+        file = request.app.state.coordinator.artifacts.local(record.artifact)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"the version of round {number} is deleted; pin versions to keep them") from error
+    return FileResponse(file, media_type="application/octet-stream", filename=f"{federation}-round-{number}.fedcg")
 
 
 @router.get("/federations/{federation}/sent")
@@ -350,12 +376,12 @@ class NewFederation(_Content):
     Attributes:
         plan: the plan; docs/reference/plan.md describes it.
         start: whether to start it; otherwise start it later with `start`.
-        continued_from: federation whose last aggregate provides the initial weights.
+        continued_from: federation whose aggregate provides the initial weights: ID for its last one, or ID@ROUND.
     """
 
     plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
     start: bool = True
-    continued_from: Annotated[str, Field(max_length=63)] | None = None
+    continued_from: Annotated[str, Field(max_length=80)] | None = None
 
 
 class Reason(_Content):
@@ -368,6 +394,12 @@ class MoreRounds(_Content):
     """The number of rounds to add."""
 
     rounds: Annotated[int, Field(ge=1, le=100_000, examples=[10])]
+
+
+class Pin(_Content):
+    """The label of a version that is kept."""
+
+    label: Annotated[str, Field(min_length=1, max_length=MAX_PIN, examples=["best"])]
 
 
 class Forgotten(_Content):
@@ -491,6 +523,18 @@ def change_policy(
     policy = doing.change_policy(federation, changes, unchanged(federation, if_match)).policy
     response.headers["ETag"] = policy_tag(policy)
     return policy
+
+
+@steering.put("/federations/{federation}/models/{number}/pin", status_code=204)
+def pin_model(federation: str, number: OfVersion, pin: Pin, doing: Doing) -> None:
+    """Keep the version of a round, under a label such as "best"."""
+    doing.pin(federation, number, pin.label)
+
+
+@steering.delete("/federations/{federation}/models/{number}/pin", status_code=204)
+def unpin_model(federation: str, number: OfVersion, doing: Doing) -> None:
+    """Keep the version of a round no longer than others."""
+    doing.pin(federation, number, None)
 
 
 @steering.post("/notifications/{channel}/test")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import field
+from dataclasses import field, replace
 from functools import wraps
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -46,6 +46,7 @@ from fedcg.wire.messages.enrolment_messages import Token
 
 NO_REASON = "no reason given"
 MAX_REASON = 300
+MAX_PIN = 40
 MAX_LABELS = 16
 
 
@@ -64,6 +65,18 @@ def federation_of(store: Store, federation: str) -> FederationRecord:
     except StoreError as error:
         there = ", ".join(record.id for record in store.federations()) or "none"
         raise NotFoundError(f"there is no federation {federation[:80]!r}; existing ones: {there}") from error
+
+
+def version_of(store: Store, federation: str, round_number: int) -> AggregateRecord:
+    """The shared model of a round; round 0 has the initial one.
+
+    Raises:
+        NotFoundError: there is no such federation or version.
+    """
+    record = store.aggregate(federation_of(store, federation).id, round_number)
+    if record is None:
+        raise NotFoundError(f"{federation} has no version of round {round_number}")
+    return record
 
 
 def device_of(store: Store, device: str) -> DeviceRecord:
@@ -326,6 +339,28 @@ class Operations(Value):
         self._follow_all()
         return device_of(self.store, device)
 
+    @_one_at_a_time
+    def pin(self, federation: str, round_number: int, label: str | None) -> AggregateRecord:
+        """Keep the version of a round, under a label such as "best"; None: it is deleted like others again. Repeating it is safe.
+
+        Raises:
+            SteeringError: the label is too long, the version is already deleted, or (NotFoundError) it never existed.
+        """
+        record = version_of(self.store, federation, round_number)
+        if label is not None:
+            label = log_text(label)
+            if not 0 < len(label) <= MAX_PIN:
+                raise SteeringError(f"the label has {len(label)} characters; write 1 to {MAX_PIN}")
+            try:
+                artifacts_of(self.home).local(record.artifact)
+            except FileNotFoundError as error:
+                raise SteeringError(
+                    f"the version of round {round_number} of {federation} is already deleted"
+                ) from error
+        self.store.pin(federation, round_number, label)
+        self.events.write("model_pinned", federation=federation, round=round_number, label=label or "")
+        return replace(record, pinned=label)
+
     def create_federation(
         self, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None
     ) -> FederationRecord:
@@ -334,15 +369,15 @@ class Operations(Value):
         Args:
             plan: the operator's plan.
             start: whether to start it; otherwise it is only created.
-            continued_from: a federation whose last aggregate provides the initial weights.
+            continued_from: a federation whose aggregate provides the initial weights: its id for the last one, or ID@ROUND.
 
         Raises:
             PlanError: the name is taken, or the method or the networks reject the plan.
-            NotFoundError: there is no federation `continued_from`.
+            NotFoundError: there is no federation or version `continued_from`.
             StoppingError: the coordinator is stopping.
         """
         if continued_from is not None:
-            federation_of(self.store, continued_from)
+            source_of(self.store, continued_from)
         record = open_federation(
             self.home,
             self.store,
@@ -520,7 +555,7 @@ def open_federation(
         store: its database.
         plan: the operator's plan.
         start: whether to start it; otherwise `Operations.start` starts it later.
-        continued_from: a federation whose last aggregate provides the initial weights.
+        continued_from: as for `Operations.create_federation`.
         complete: the process that completes the plan, if one is already running.
         registering: `changing_members`, held only during registration; None if the caller holds it.
 
@@ -531,7 +566,8 @@ def open_federation(
     _check_new(store, plan)
     config, first = home.config(), None
     if continued_from is not None:
-        first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
+        source = source_of(store, continued_from)
+        first = (store.federation(source.federation).spec, source.artifact)
         for artifact in first:
             artifacts_of(home).local(artifact)  # the process that creates the new artifacts reads the directory
     public = home.public_data(config)
@@ -554,6 +590,19 @@ def open_federation(
         _check_new(store, plan)
         store.add_federation(record, initial, links_for(home, store, record.id), now)
     return record
+
+
+def source_of(store: Store, continued_from: str) -> AggregateRecord:
+    """The aggregate that ID or ID@ROUND names.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    federation, _, number = continued_from.partition("@")
+    if number and not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise NotFoundError(f"{continued_from[:80]!r} names no version; write FEDERATION@ROUND")
+    record = federation_of(store, federation)
+    return version_of(store, federation, int(number)) if number else store.aggregates(record.id)[-1]
 
 
 def _check_new(store: Store, plan: FederationPlan) -> None:

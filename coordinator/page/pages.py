@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ValidationError
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
 from coordinator.facts.audits import device_audits
+from coordinator.facts.comparison import compared
 from coordinator.facts.devices import DeviceFilter, Standing, device_facts, device_history, in_order
 from coordinator.facts.enrolment import enrolments
 from coordinator.facts.federations import current_round
@@ -55,6 +56,7 @@ STATES = get_args(Standing)
 Asked = Annotated[View, Depends(view_of)]
 Wanted = Annotated[DeviceFilter, Depends()]
 Several = Annotated[list[str] | None, Query()]
+Text = Annotated[str, Query(max_length=63)]
 Fields = Annotated[dict[str, str], Depends(form_of)]
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -100,7 +102,17 @@ def is_it_worth_it(federation: str, view: Asked) -> Response:
 def models(federation: str, view: Asked) -> Response:
     """The versions of the shared model, and the exported models in use."""
     versions, served = view.facts(model_versions, federation), view.facts(served_models, federation)
-    return view.render("models.html", federation=federation, versions=versions, served=served, shown=SHOWN_CLIENTS)
+    first_kept = versions[0].round - view.request.app.state.home.config().storage.keep_rounds
+    values = {"versions": versions, "served": served, "first_kept": first_kept, "shown": SHOWN_CLIENTS}
+    return view.render("models.html", federation=federation, **values)
+
+
+@router.get("/f/{federation}/compare")
+def compare(federation: str, view: Asked, first: Text = "", second: Text = "") -> Response:
+    """Two versions or two devices side by side."""
+    read = view.request.app.state.coordinator.artifacts.get
+    found = compared(view.known, federation, first, second, read)
+    return view.render("compare.html", federation=federation, first=first, second=second, found=found)
 
 
 @router.get("/f/{federation}/sent")
@@ -434,6 +446,14 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         return see_other(f"/f/{federation}")
 
     return await in_turn(request, create)
+
+
+@forms.post("/f/{federation}/models/{number}/pin")
+def pin_model(federation: str, number: int, view: Asked, fields: Fields) -> Response:
+    """Pin a version under a label, or unpin it without one."""
+    operations_of(view.request).pin(federation, number, fields.get("label") or None)
+    view.changed()
+    return see_other(f"/f/{federation}/models")
 
 
 @forms.post("/f/{federation}/policy")

@@ -302,7 +302,11 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class AggregateRecord:
-    """The aggregate of a round (round 0: the initial one) and the server state stored with it."""
+    """The aggregate of a round (round 0: the initial one) and the server state stored with it.
+
+    Attributes:
+        pinned: why an operator keeps it, e.g. "best": it is never deleted; None for others.
+    """
 
     federation: str
     round: int
@@ -311,6 +315,7 @@ class AggregateRecord:
     size: int
     server_state: str
     stored_at: float
+    pinned: str | None = None
 
 
 @dataclass(frozen=True)

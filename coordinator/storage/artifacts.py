@@ -200,7 +200,8 @@ class Pruner:
             return 0, 0
         old = self.store.artifacts_of_rounds(self.federation, self._done, first_kept)
         kept = self.store.artifacts_of_rounds(self.federation, first_kept, None)
-        gone = sorted(old - kept - {self.store.federation(self.federation).spec} - self._known(but=self.federation))
+        spared = kept | self.store.pinned() | {self.store.federation(self.federation).spec}
+        gone = sorted(old - spared - self._known(but=self.federation))
         for artifact in gone:
             self.forget(artifact)
         pruned = self.artifacts.delete_all(gone)

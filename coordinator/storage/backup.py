@@ -180,6 +180,7 @@ def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str],
             found.add(spec)
             found.update(name for row in connection.execute(made) for name in row)
             found.update(connection.execute(sent.where(updates.outcome == Outcome.ACCEPTED.value)).scalars())
+    kept.update(connection.execute(select(aggregates.artifact).where(aggregates.pinned.is_not(None))).scalars())
     return kept, needed
 
 

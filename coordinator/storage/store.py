@@ -424,6 +424,16 @@ class Store(schema.Queries):
         query = select(schema.aggregates).filter_by(federation=federation)
         return self._all(AggregateRecord, query.order_by(schema.aggregates.c.round))
 
+    def pin(self, federation: str, round_number: int, label: str | None) -> None:
+        """Set or remove the label of an aggregate that is kept."""
+        table = schema.aggregates
+        self._write(update(table).filter_by(federation=federation, round=round_number).values(pinned=label))
+
+    def pinned(self) -> set[str]:
+        """The artifacts of all pinned aggregates."""
+        table = schema.aggregates
+        return {artifact for (artifact,) in self._rows(select(table.c.artifact).where(table.c.pinned.is_not(None)))}
+
     def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
         """Ids of the artifacts that rounds from `first` to before `end` stored or start from.
 

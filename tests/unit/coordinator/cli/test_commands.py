@@ -128,7 +128,7 @@ def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_withou
     assert ask(coordinator, "federation", "start", "second")["status"] == "running"
     wait_until(lambda: ask(coordinator, "federation", "show", "second")["epoch"] is not None, "its service runs")
     plan.write_text(example_plan().replace('"casting"', '"third"'))
-    assert ask(coordinator, "federation", "continue", plan, "second")["continued_from"] == "second"
+    assert ask(coordinator, "federation", "continue", plan, "second@0")["continued_from"] == "second@0"
     code, error = failure("federation", "create", plan, "--dir", coordinator.root)
     assert (code, "already" in error["message"]) == (EXISTS, True)
 

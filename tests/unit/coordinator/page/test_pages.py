@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -23,7 +24,7 @@ from edge_client.store.checked_files import SENT_FILE, SentRecord, sent_items
 from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, DoctorFinding, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.coordinator.world import REASON, TOO_LONG, OddC, World
 from tests.support.page.pages import Reader, ServedPage, add_crowd, shows, tiny_page
 
@@ -151,6 +152,41 @@ def test_a_devices_own_record_is_compared_with_what_arrived(page: ServedPage, tm
     assert (status, "This is the record of &#39;&lt;b&gt;&#39;." in text) == (422, True)
     assert reader.post("/f/tiny/sent/a", "/f/tiny/sent/a", record="no")[0] == 422
     assert reader.get("/f/tiny/sent/nobody")[0] == 404
+
+
+def test_versions_are_compared_pinned_and_downloaded(page: ServedPage, tmp_path: Path) -> None:
+    page.made.start()
+    reader, store = page.reader(), page.made.world.store
+    shows(reader, "/f/tiny", "finished")
+    assert reader.post("/f/tiny/models/1/pin", "/f/tiny/models", label="best")[0] == 303
+    row = reader.get("/f/tiny/models")[1].partition('id="v-1"')[2].partition("</tr>")[0]
+    assert (">best</span>" in row, "<button>Unpin</button>" in row) == (True, True)
+    place, environment = ("--url", f"http://127.0.0.1:{page.port}"), {"FEDCG_API_TOKEN": page.token(Role.OPERATOR)}
+
+    def ask(*words: object) -> Any:
+        return data_of(succeeds("federation", *words, *place, "--json", environment=environment))
+
+    assert {each["round"]: each["pinned"] for each in ask("models", "tiny")} == {2: None, 1: "best", 0: None}
+    ask("pin", "tiny", 1, "--remove")
+    ask("pin", "tiny", 2)
+    assert {each["round"]: each["pinned"] for each in ask("models", "tiny")} == {2: "pinned", 1: None, 0: None}
+    assert reader.post("/f/tiny/models/9/pin", "/f/tiny/models", label="best")[0] == 404
+    assert "write 1 to 40" in reader.post("/f/tiny/models/1/pin", "/f/tiny/models", label="x" * 41)[2]
+    ask("download", "tiny", 2, "--out", tmp_path / "two.fedcg")
+    artifact = store.aggregates("tiny")[2].artifact
+    assert (tmp_path / "two.fedcg").read_bytes() == page.made.world.artifacts.get(artifact)
+    viewer = page.reader(Role.VIEWER)
+    assert viewer.get("/api/v1/federations/tiny/models/2/artifact")[0] == 403
+    assert "Unpin" not in viewer.get("/f/tiny/models")[1]
+    figures = {each["what"]: (each["first"], each["second"]) for each in ask("compare", "tiny", 0, 1)}
+    assert figures["mean accuracy after training from it"] == (0.5, 0.5)
+    assert figures["merged updates"] == (0, 3)
+    assert figures["relative L2 distance of the classifier"][1] > 0.1
+    assert "relative L2 distance of the classifier" in viewer.get("/f/tiny/compare?first=0&second=1")[1]
+    devices = {each["what"]: (each["first"], each["second"]) for each in ask("compare", "tiny", "a", "b")}
+    assert devices["round of the last update"] == (2, 2)
+    assert reader.get("/f/tiny/compare?first=0&second=a")[0] == 409
+    assert reader.get("/f/tiny/compare?first=0&second=7")[0] == 404
 
 
 def test_what_a_device_found_names_the_federations_that_it_is_about(page: ServedPage) -> None:

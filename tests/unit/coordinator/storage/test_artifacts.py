@@ -157,12 +157,15 @@ def test_pruning_that_was_interrupted_is_made_up_for_and_shared_files_stay(make_
     forgotten: list[str] = []
     first = world.store.updates(FEDERATION, RoundAttempt(1, 1))[0].artifact
     world.artifacts.delete(first)  # an earlier run got as far as this
+    world.store.pin(FEDERATION, 2, "best")
     files, size = Pruner(world.store, world.artifacts, FEDERATION, 1, forgotten.append).prune(5)
     assert files == len(forgotten) - 1 == len(set(forgotten)) - 1
     assert size > 0
     state = world.store.aggregates(FEDERATION)[-1].server_state
     assert state == world.store.aggregates(FEDERATION)[1].server_state  # the plain worker's states are all the same
     assert world.artifacts.has(state)
+    versions = {each.round: each.artifact for each in world.store.aggregates(FEDERATION)}
+    assert [number for number in (1, 2, 3) if world.artifacts.has(versions[number])] == [2]
 
 
 def test_a_start_deletes_files_that_no_federation_knows_and_that_were_stored_long_ago(make_world: MakeWorld) -> None:

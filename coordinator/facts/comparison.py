@@ -1,0 +1,128 @@
+"""Facts side by side: two versions of a federation's shared model, or two of its devices."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from coordinator.errors import NotFoundError, SteeringError
+from coordinator.facts.known import Known
+from coordinator.facts.models import ClassWorth, ModelVersion, by_class, model_versions, served_models, worth
+from coordinator.rounds.records import UpdateRecord
+from coordinator.updates.robustness import Yardstick
+from coordinator.updates.validation import base_in
+from fedcg.values import Value
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.schemas import Outcome
+
+MAX_READ_BYTES = 64_000_000
+"""Of a version whose weights are compared; decoded, both take several times this memory."""
+ReadArtifact = Callable[[str], bytes]
+KeyT, FoundT = TypeVar("KeyT"), TypeVar("FoundT")
+
+
+class ComparedFigure(Value):
+    """A figure of two versions or devices; None if unknown. A share is in [0, 1], a size in bytes."""
+
+    what: str
+    first: float | str | None
+    second: float | str | None
+    unit: Literal["share", "size", "ms", "number", "text"]
+
+
+def compared(known: Known, federation: str, first: str, second: str, read: ReadArtifact) -> list[ComparedFigure]:
+    """Compare two versions, named by their rounds, or two devices.
+
+    Args:
+        known: the sources.
+        federation: its id.
+        first: number of a round (0: the initial version), or a device.
+        second: likewise.
+        read: returns the bytes of an artifact.
+
+    Raises:
+        NotFoundError: there is no such federation, version, or device with an accepted update.
+        SteeringError: a version and a device.
+    """
+    are_numbers = {each.isascii() and each.isdigit() for each in (first, second)}
+    if len(are_numbers) > 1:
+        raise SteeringError(f"compare two rounds or two devices; {first[:63]!r} and {second[:63]!r} are one of each")
+    return list((_of_versions if are_numbers == {True} else _of_devices)(known, federation, first, second, read))
+
+
+def _of_versions(
+    known: Known, federation: str, first: str, second: str, read: ReadArtifact
+) -> Iterator[ComparedFigure]:
+    every = {each.round: each for each in model_versions(known, federation)}
+    one, other = (_found(every, int(number), f"version of round {number}") for number in (first, second))
+    yield ComparedFigure("mean accuracy after training from it", one.accuracy, other.accuracy, "share")
+    yield ComparedFigure("merged updates", one.merged, other.merged, "number")
+    yield ComparedFigure("size", one.size, other.size, "size")
+    updates = known.store.overview.deliveries(federation)
+    trained = [
+        {each.client: each for each in updates if each.round == number + 1 and each.outcome is Outcome.ACCEPTED}
+        for number in (one.round, other.round)
+    ]
+    yield from _by_class(*(by_class(known, federation, some) for some in trained))
+    yield from _drift(known, federation, one, other, read)
+
+
+def _drift(
+    known: Known, federation: str, one: ModelVersion, other: ModelVersion, read: ReadArtifact
+) -> Iterator[ComparedFigure]:
+    spec = known.spec(known.federation(federation))
+    if max(one.size, other.size) > MAX_READ_BYTES:
+        yield ComparedFigure("distance between them", None, "too large to compare here", "text")
+        return
+    try:
+        base, moved = (base_in(read(each.artifact), spec, each.artifact) for each in (one, other))
+    except (OSError, WireError):
+        yield ComparedFigure("distance between them", None, "not kept any more", "text")
+        return
+    lengths = Yardstick(replace(base, parts={}), {}).distances(base.parts)
+    for part, distance in Yardstick(base, {}).distances(moved.parts).items():
+        relative = distance / lengths[part] if lengths.get(part) else None
+        yield ComparedFigure(f"relative L2 distance of the {part.value}", 0.0, relative, "number")
+
+
+def _of_devices(
+    known: Known, federation: str, first: str, second: str, _read: ReadArtifact
+) -> Iterator[ComparedFigure]:
+    last = known.store.overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
+    gains = {each.client: each for each in worth(known, federation).clients}
+    a, b = (_found(gains, device, f"accepted update of {device[:63]!r}") for device in (first, second))
+    yield ComparedFigure("accuracy", a.accuracy, b.accuracy, "share")
+    yield ComparedFigure("local-only accuracy", a.alone, b.alone, "share")
+    yield ComparedFigure("mean gain of the last rounds", a.mean, b.mean, "share")
+    yield ComparedFigure("training images", a.examples, b.examples, "number")
+    yield ComparedFigure("round of the last update", a.round, b.round, "number")
+    yield from _by_class(*(by_class(known, federation, {each: last[each]}) for each in (first, second)))
+    yield from _moved(last[first], last[second])
+    served = {each.device: each.model for each in served_models(known, federation)}
+    models = [served.get(first), served.get(second)]
+    yield ComparedFigure(
+        "exported model", *(None if each is None else f"round {each.round}, {each.serves}" for each in models), "text"
+    )
+    forms = [{form.name: form for form in each.forms} if each is not None else {} for each in models]
+    for name in {**forms[0], **forms[1]}:
+        one, other = forms[0].get(name), forms[1].get(name)
+        yield ComparedFigure(f"size of {name}", one and one.size, other and other.size, "size")
+        yield ComparedFigure(f"latency of {name}", one and one.latency_ms, other and other.latency_ms, "ms")
+
+
+def _moved(one: UpdateRecord, other: UpdateRecord) -> Iterator[ComparedFigure]:
+    a, b = (json.loads(each.distances or "{}") for each in (one, other))
+    for part in {**a, **b}:
+        yield ComparedFigure(f"L2 distance of its {part} from the round's base", a.get(part), b.get(part), "number")
+
+
+def _by_class(one: list[ClassWorth], other: list[ClassWorth]) -> Iterator[ComparedFigure]:
+    a, b = ({each.name: each.personal for each in some} for some in (one, other))
+    for name in {**a, **b}:
+        yield ComparedFigure(f"accuracy of class {name}", a.get(name), b.get(name), "share")
+
+
+def _found(every: Mapping[KeyT, FoundT], key: KeyT, what: str) -> FoundT:
+    if key not in every:
+        raise NotFoundError(f"there is no {what}")
+    return every[key]
