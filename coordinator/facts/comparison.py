@@ -25,8 +25,8 @@ class ComparedFigure(Value):
     """A figure of two versions or devices; None if unknown. A share is in [0, 1], a size in bytes."""
 
     what: str
-    first: float | str | None
-    second: float | str | None
+    first: int | float | str | None
+    second: int | float | str | None
     unit: Literal["share", "size", "ms", "number", "text"]
 
 
