@@ -93,9 +93,12 @@ def now(federation: str, view: Asked, phase: str = "", number: OfRound = None, a
 
 
 @router.get("/f/{federation}/worth")
-def is_it_worth_it(federation: str, view: Asked) -> Response:
-    """Accuracies, and the clients that do worse than their local-only models."""
-    return view.render("worth.html", federation=federation, facts=view.facts(worth, federation), shown=SHOWN_CLIENTS)
+def is_it_worth_it(federation: str, view: Asked, beside: Text = "") -> Response:
+    """Accuracies, the clients that do worse than their local-only models, and the curve of another federation `beside`."""
+    facts, track = view.facts(worth, federation), view.request.app.state.home.config().track
+    other = {number: mean for number, mean, _ in view.facts(worth, beside).mean} if beside else {}
+    values = {"facts": facts, "beside": beside, "other": other, "track": track, "shown": SHOWN_CLIENTS}
+    return view.render("worth.html", federation=federation, **values)
 
 
 @router.get("/f/{federation}/models")

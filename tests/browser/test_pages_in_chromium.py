@@ -252,6 +252,15 @@ def test_a_chart_has_a_name_and_a_table_and_a_status_stands_by_its_dot(crowd: Se
     tab.evaluate("htmx.trigger(live(), 'refresh')")
     tab.wait_for_load_state("networkidle")
     expect(figures.get_by_role("rowheader").first, "a refresh leaves it open").to_be_visible()
+    for kind, begin in (("CSV", b"round,personal,local-only\n1,0.68"), ("PNG", b"\x89PNG")):
+        with tab.expect_download() as saved:
+            chart.get_by_role("button", name=kind).click()
+        assert saved.value.suggested_filename == f"Mean accuracy of the clients by round.{kind.lower()}"
+        assert Path(saved.value.path()).read_bytes().startswith(begin)
+    tab.route("**/f/tiny/worth*", lambda route: route.abort())  # a refresh ends hovering
+    chart.locator(".u-over").hover()
+    expect(chart.locator(".u-legend")).to_contain_text("personal70.1 %")
+    tab.unroute("**/f/tiny/worth*")
     tab.goto("/f/tiny")
     distances = [dot.evaluate(PIXELS_OFF) for dot in tab.locator("#live table .dot").all()]
     assert len(distances) == 30

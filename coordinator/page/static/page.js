@@ -62,6 +62,17 @@ function loadPlot() {
   );
 }
 
+function addSaving(box, rows) { // buttons that save a chart's figures and picture
+  const buttons = [], name = box.getAttribute("aria-label").split(";")[0];
+  const ways = { CSV: () => URL.createObjectURL(new Blob([rows.map((row) => row.join(",")).join("\n") + "\n"], { type: "text/csv" })), PNG: () => box.querySelector("canvas").toDataURL() };
+  for (const [kind, make] of Object.entries(ways)) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: kind, title: `Save as ${kind}` });
+    button.addEventListener("click", () => Object.assign(document.createElement("a"), { href: make(), download: `${name}.${kind.toLowerCase()}` }).click());
+    buttons.push(button);
+  }
+  box.nextElementSibling.replaceChildren(...buttons);
+}
+
 function draw() {
   for (const box of document.querySelectorAll(".plot[data-chart]")) {
     const key = box.dataset.chart + root.dataset.theme + box.clientWidth;
@@ -82,10 +93,11 @@ function draw() {
     const ink = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") }, font: "12px system-ui" };
     const percent = (_, value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
     new uPlot({
-      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, low, high) => [Math.max(0, low - 0.03), Math.min(1, high + 0.03)] } }, cursor: { y: false }, legend: { live: false },
-      axes: [{ ...ink, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) }, { ...ink, size: 56, values: (_, values) => values.map((value) => `${Math.round(100 * value)} %`) }],
-      series: [{ label: "round" }, ...shown.map((each, index) => ({ label: each.label, stroke: colour(index ? "--soft" : "--main"), width: 2, dash: index ? [6, 4] : [], points: { show: x.length < 30, size: 6 }, value: percent }))],
+      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, low, high) => [Math.max(0, low - 0.03), Math.min(1, high + 0.03)] } }, cursor: { y: false },
+      axes: [{ ...ink, label: "round", labelSize: 18, labelFont: ink.font, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) }, { ...ink, size: 56, values: (_, values) => values.map((value) => `${Math.round(100 * value)} %`) }],
+      series: [{ label: "round" }, ...shown.map((each, index) => ({ label: each.label, stroke: colour(["--main", "--soft", "--good"][index]), width: 2, dash: [[], [6, 4], [2, 3]][index], points: { show: x.length < 30, size: 6 }, value: percent }))],
     }, [x, ...shown.map((each) => each.values)], box);
+    addSaving(box, [["round", ...shown.map((each) => each.label)], ...x.map((at, row) => [at, ...shown.map((each) => each.values[row] ?? "")])]);
   }
 }
 
