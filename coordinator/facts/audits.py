@@ -1,4 +1,4 @@
-"""Facts about devices' audits of their own updates: what they reported, and the rounds that they withheld."""
+"""Facts about audits on devices: what they reported, and the rounds that they withheld."""
 
 from collections import defaultdict
 from typing import Literal

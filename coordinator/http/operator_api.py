@@ -246,7 +246,7 @@ def what_left(federation: str, known: Now, device: Name | None = None) -> Sent:
 
 @router.get("/federations/{federation}/audits")
 def audits(federation: str, known: Now) -> list[DeviceAudits]:
-    """Devices' audits of their own updates: the rounds sent with figures, the rounds withheld, and the last figures."""
+    """Audits of updates on devices: the rounds sent with figures, the rounds withheld, and the last figures."""
     return device_audits(known, federation)
 
 

@@ -164,7 +164,7 @@ def _sent_page(view: View, federation: str, device: str, found: Comparison | Non
 
 @router.get("/f/{federation}/audits")
 def audits(federation: str, view: Asked) -> Response:
-    """Devices' audits of their own updates."""
+    """Audits of updates on devices."""
     facts = view.facts(device_audits, federation)
     return view.render("audits.html", federation=federation, facts=facts, shown=SHOWN_CLIENTS)
 
