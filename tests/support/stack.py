@@ -72,6 +72,7 @@ class Stack:
     deadline_s: float | None = None  # of a round
     shadow_every: int = 1
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
+    plans: bool = True  # a federation is there from the start
     certificate_days: float | None = None
     storage: Mapping[str, str] = field(default_factory=dict)  # [storage] of the coordinator
     home_name: str = "coordinator"
@@ -110,9 +111,10 @@ class Stack:
         set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): 0.5, **storage})
         if self.certificate_days is not None:
             set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
-        plan = self.root / "plan.toml"
-        plan.write_text(self.plan())
-        self.command("federation", "create", "--dir", str(self.home), str(plan))
+        if self.plans:
+            plan = self.root / "plan.toml"
+            plan.write_text(self.plan())
+            self.command("federation", "create", "--dir", str(self.home), str(plan))
         if not self.enrol:
             self.command("device", "add", *self.devices, "--dir", str(self.home), "--out", str(self.root / "devices"))
         for number, device in enumerate(self.devices):
@@ -140,8 +142,12 @@ class Stack:
     def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
         """Create a token and enrol a device with it, like an operator and an owner; return the device's folder."""
         made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))
+        return self.enrol_with(data_of(made)["token"], device, folder)
+
+    def enrol_with(self, token: str, device: str, folder: Path | None = None) -> Path:
+        """Enrol a device with a token; return its folder."""
         out, data = folder or self.config(device).parent, self.root / "data" / device
-        self.command("enrol", "--token", data_of(made)["token"], "--out", str(out), "--data", str(data))
+        self.command("enrol", "--token", token, "--out", str(out), "--data", str(data))
         self.adapt_config(device, data, out / "agent.toml")
         return out
 
