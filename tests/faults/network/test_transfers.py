@@ -119,19 +119,6 @@ def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path
 
 @OVER_HTTPS
 @pytest.mark.slow
-def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(make_world: MakeWorld) -> None:
-    world = make_world(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
-    came = world.finish()
-    assert world.link.resets == 4
-    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
-    down = world.download()
-    assert (down["resumed"], down["received"]) == (0, chunks_of(down))
-    troubles = [event for event in world.parties.events("a", "carrier") if not event["works"]]
-    assert troubles, "a reset is logged"
-
-
-@OVER_HTTPS
-@pytest.mark.slow
 def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(make_world: MakeWorld) -> None:
     world = make_world()
     parties = world.parties
