@@ -72,16 +72,9 @@ def mosquitto(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     assert found is not None, "mark the test with `broker`"
     started: list[RunningMosquitto] = []
 
-    def start(
-        acl: str,
-        *,
-        folder: Path | None = None,
-        limits: QueueLimits | None = None,
-        extra: tuple[str, ...] = (),
-        authority: Pki = pki,
-    ) -> RunningMosquitto:
-        place = folder or tmp_path_factory.mktemp("mosquitto")
-        broker = RunningMosquitto(found, authority, place, acl, limits or QueueLimits(), extra)
+    def start(acl: str, *, limits: QueueLimits | None = None, authority: Pki = pki) -> RunningMosquitto:
+        folder = tmp_path_factory.mktemp("mosquitto")
+        broker = RunningMosquitto(found, authority, folder, acl, limits or QueueLimits())
         started.append(broker)
         broker.start()
         return broker

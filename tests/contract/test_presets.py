@@ -10,8 +10,6 @@ from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from fedcg.wire.transfer.windows import PRESETS, limits_for
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import QueueLimits, acl_for
-from tests.support.broker.throttle import Throttle, Weather
-from tests.support.waiting import wait_until
 from tests.support.wire.transfer_parties import FEDERATION, prepared
 
 LIKE: dict[PresetName, QueueLimits] = {
@@ -57,27 +55,3 @@ def test_a_round_goes_through_a_broker_limited_like_the_presets(
         largest = min(120 * 1024, LIKE[preset].packet_bytes - 512) - FRAME_OVERHEAD_BYTES
         assert [event["received"] for event in stored] == [-(-event["size"] // largest) for event in stored]
     broker.stop()
-
-
-@pytest.mark.slow
-@pytest.mark.broker
-def test_a_device_whose_queue_was_full_asks_for_what_was_dropped(tmp_path: Path, mosquitto: StartMosquitto) -> None:
-    broker = mosquitto(
-        acl_for(FEDERATION), limits=QueueLimits(messages=5, in_flight=5, bytes=200_000), extra=("log_type all",)
-    )
-    log = broker.folder / "mosquitto.log"
-    link = Throttle(broker.port, Weather(bytes_per_s=300_000))
-    # More than the kernel's buffers take: the broadcast is far faster than the link, and the queue runs over.
-    with prepared(tmp_path, broker, {"a": link.port}, size=12_000_000, keepalive_s=30, chunk_bytes=None) as federation:
-        federation.start_all()
-        wait_until(
-            lambda: "Outgoing messages are being dropped for client a" in log.read_text(errors="replace"),
-            f"messages are dropped {federation.tail(COORDINATOR)}",
-            60.0,
-        )
-        link.weather = Weather()
-        federation.wait_finished()
-        aggregate = next(event for event in federation.events("a", "artifact_stored") if event["what"] == "aggregate")
-        assert aggregate["received"] == -(-aggregate["bytes"] // (120 * 1024 - FRAME_OVERHEAD_BYTES))
-    broker.stop()
-    link.close()

@@ -150,25 +150,6 @@ def test_a_subscription_made_while_connected_takes_effect(bench: Bench) -> None:
     device.await_payload(TOPICS.coordinator, kept)
 
 
-def test_a_device_receives_nothing_that_is_for_another_device(bench: Bench) -> None:
-    coordinator = bench.connect("coordinator").start().await_link()
-    eavesdropper = listening(
-        bench,
-        "b",
-        *(TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.up_control("a"), TOPICS.offer, "fedcg/1/#"),
-        intrudes=True,
-    )
-    owner = listening(bench, "a", TOPICS.down_control("a"), TOPICS.down_chunk("a"))
-    secret = unique("for a only")
-    coordinator.transport.publish(TOPICS.down_control("a"), secret)
-    coordinator.transport.publish(TOPICS.down_chunk("a"), secret)
-    owner.transport.publish(TOPICS.up_control("a"), secret)
-    owner.await_payload(TOPICS.down_control("a"), secret)
-    owner.await_payload(TOPICS.down_chunk("a"), secret)
-    fence(bench, eavesdropper, TOPICS.offer, coordinator)
-    assert secret not in [delivery.payload for delivery in eavesdropper.deliveries]
-
-
 def test_what_a_device_or_an_observer_publishes_where_it_may_not_reaches_no_subscriber(bench: Bench) -> None:
     observer = listening(bench, "observer", TOPICS.everything())
     coordinator = listening(bench, "coordinator", TOPICS.up_control("+"), TOPICS.offer)

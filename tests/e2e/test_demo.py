@@ -1,9 +1,6 @@
 """`fedcg demo` as a newcomer runs it: separate processes, a real broker, a summary, models that classify."""
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fedcg.errors import BAD_INPUT
-from fedcg.event_log import read_events
 from tests.support.commands import data_of, run_fedcg
-from tests.support.edge.flipped_bytes import unnamed
-from tests.support.stack import wait_for
 from tests.support.traps import imported_in, lay_traps
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
@@ -59,16 +52,6 @@ def test_the_summary_tells_what_was_observed_on_the_wire(demo: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fleet_of_three_goes_on_after_convergence_with_every_update(tmp_path: Path) -> None:
-    few = ["--clients", "3", "--rounds", "18", "--method", "fedavg", "--images-per-client", "150"]
-    done = _fedcg("demo", *few, "--out", "run", cwd=tmp_path)  # from round 12 on, steps have nothing in common
-    assert done.returncode == 0, done.stdout + done.stderr
-    events = [dict(event) for event in read_events(tmp_path / "run" / "coordinator" / "events.jsonl")]
-    assert [event for event in events if event["event"] in ("attempt_failed", "update_odd", "paused")] == []
-    assert len([event for event in events if event["event"] == "aggregate_stored"]) == 18
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedseal", "analytic"])
 def test_sealed_numbers_cross_the_broker_and_show_nothing_to_its_observer(tmp_path: Path, method: str) -> None:
     few = ["--clients", "4", "--rounds", "2", "--local-epochs", "1", "--images-per-client", "100"]
@@ -84,19 +67,6 @@ def test_sealed_numbers_cross_the_broker_and_show_nothing_to_its_observer(tmp_pa
     subject = data_of(audited.stdout)["subject"]
     assert "extractor" not in subject["sent"]
     assert subject["round"] == {"fedseal": 1, "analytic": 2}[method], "the last round that trained"
-
-
-@pytest.mark.slow
-def test_a_flipped_byte_in_any_file_that_a_device_has_after_its_rounds_is_named(demo: Path, tmp_path: Path) -> None:
-    device = tmp_path / "client-1"
-    shutil.copytree(demo / "devices" / "client-1", device)
-    assert unnamed(device, 0.4) == []
-    for path in (path for path in (device / "store" / "models").rglob("*") if path.is_file() and path.name != ".lock"):
-        whole = path.read_bytes()
-        path.write_bytes(bytes([*whole[:40], whole[40] ^ 1]) + whole[41:])
-        told = run_fedcg("model", "list", device / "store" / "models")
-        assert (told.exit_code, path.name in told.stderr) == (BAD_INPUT, True), (path, told.output)
-        path.write_bytes(whole)
 
 
 def test_an_agent_of_a_demo_finds_its_images_when_a_person_starts_it_again(demo: Path) -> None:
@@ -123,47 +93,6 @@ def test_a_demo_whose_plan_is_refused_says_why_and_leaves_nothing(tmp_path: Path
     assert done.stderr.startswith("Error: the plan can't be completed: 1 problem\n  params.nonsense: ")
     assert not list(tmp_path.iterdir())
     assert not _processes_with(str(tmp_path))
-
-
-@pytest.mark.slow
-def test_what_crossed_the_broker_in_the_demo_can_be_attacked(demo: Path, tmp_path: Path) -> None:
-    words = ["--updates", demo / "observer", "--client", "client-1", "--data", demo / "data" / "client-1"]
-    words += ["--auxiliary", demo / "data" / "common", "--private", demo / "devices" / "client-1" / "store"]
-    words += ["--effort", "quick", "--attacks", "labels", "--out", tmp_path / "out", "--json"]
-    done = _fedcg("audit", "run", *map(str, words), cwd=demo.parent)
-    assert imported_in(demo.parent) == ""
-    assert done.returncode == 0, done.stderr
-    report = data_of(done.stdout)
-    assert report["subject"]["sent"].keys() == {"classifier", "generator"}
-    assert {figure["name"] for figure in report["attacks"][0]["figures"]} == {"label_l1", "label_accuracy"}
-    assert "Privacy audit: update of client-1" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_fedmd_cg_runs_and_says_that_label_counts_cross_it(tmp_path: Path) -> None:
-    arguments = ["--method", "fedmd_cg", "--rounds", "1", "--local-epochs", "1", "--clients", "2"]
-    done = _fedcg("demo", *arguments, "--out", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = _summary(tmp_path / "run")
-    assert "label_counts" in summary["fields_on_wire"]
-    assert summary["parts_on_wire"] == ["classifier", "generator"]
-
-
-@pytest.mark.slow
-def test_an_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
-    started = subprocess.Popen(
-        [FEDCG, "demo", *SMALL, "--out", "run"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    events = tmp_path / "run" / "devices" / "client-1" / "store" / "events.jsonl"
-    wait_for(lambda: events.exists() and '"committed"' in events.read_text(), "a round is committed", 120)
-    os.kill(started.pid, signal.SIGINT)
-    assert started.wait(timeout=30) == 130
-    wait_for(lambda: not _processes_with(str(tmp_path)), "no process is left", 10)
-    assert "delete it first" in _fedcg("demo", *SMALL, "--out", "run", cwd=tmp_path).stderr
 
 
 def _processes_with(text: str) -> list[str]:

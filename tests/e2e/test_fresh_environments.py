@@ -5,16 +5,13 @@ Name the interpreter in PYTHON310 where it is not on PATH.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from export import load
 from export.model.runtime import Model, load_all
@@ -87,35 +84,6 @@ def test_the_wire_the_session_and_the_versions_of_a_model_pass_their_tests(pytho
         python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not broker", *chosen
     ).stdout
     assert int(output.splitlines()[-1].split()[0]) > 100, output[-500:]
-
-
-def _requirements(extra: str) -> Iterator[str]:
-    for one in tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]:
-        inner = re.fullmatch(r"fedcg-edge\[(.*)\]", one)
-        if inner is None:
-            yield one.partition(";")[0]
-        else:
-            yield from (found for name in inner[1].split(",") for found in _requirements(name))
-
-
-def test_what_a_box_installs_has_a_wheel_for_a_jetsons_python(tmp_path: Path) -> None:
-    needed = set(_requirements("edge"))
-    without_torch = sorted(one for one in needed if not one.startswith("torch"))  # hundreds of MB; NVIDIA has its own
-    assert len(without_torch) >= 10
-    target = ("--python-version", "3.10", "--implementation", "cp", "--only-binary=:all:", "--target", tmp_path / "box")
-    names = ("manylinux_2_17", "manylinux_2_27", "manylinux_2_28", "manylinux2014")
-    platforms = [word for one in names for word in ("--platform", f"{one}_aarch64")]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
-    done = subprocess.run(
-        [str(one) for one in (*command, *target, *platforms, *without_torch)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if any(word in done.stderr for word in ("NewConnectionError", "Max retries", "Temporary failure")):
-        pytest.skip("no package registry can be reached")
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_path: Path) -> None:

@@ -5,19 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnxruntime
 import psutil
 import pytest
 
-from export.model.versions import ModelVersions
 from fedcg.wire.artifacts.artifacts import read_header
-from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from tests.support.commands import data_of
 from tests.support.edge.toml_edit import set_values
 from tests.support.page.pages import Reader
-from tests.support.stack import CLASSES, Stack, wait_for
+from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 ALLOWED = ("classifier", "generator", "statistics")
@@ -155,7 +151,6 @@ def test_the_record_of_what_was_sent_is_what_the_observer_and_the_coordinator_re
 
 NEVER, ALWAYS = "label_l1_gain<-3.125", "label_l1_gain<3.125"  # a distance of two distributions lies in [0, 2]
 OF_A_REPORT = (b"iVBORw0KGgo", b"\x89PNG\r\n\x1a\n", b"<!doctype html>", b"report.html", NEVER.encode(), b"was audited")
-GENERATOR = "image_generator"
 
 
 def events(stack: Stack, of: str, name: str) -> list[dict[str, Any]]:
@@ -216,50 +211,3 @@ def test_an_update_whose_gate_does_not_hold_is_withheld_and_figures_leave_only_w
         sent = read_header((stack.root / "wire" / "artifacts" / entry["id"]).read_bytes()).report
         assert sent is not None
         assert set(sent.audit or {}) <= {"label_l1", "label_accuracy"}
-
-
-def parts_by_sender(stack: Stack) -> dict[str, set[str]]:
-    """Which parts of each sender the coordinator has ever stored or the observer saw cross."""
-    held: dict[str, set[str]] = {}
-    for entry in recorded(stack):
-        held.setdefault(entry["sender"], set()).update(entry["parts"])
-    for path in filter(Path.is_file, sorted((stack.home / "artifacts").iterdir())):
-        try:
-            header = read_header(path.read_bytes())
-        except WireError:
-            continue  # the spec, a server state
-        held.setdefault(header.client, set()).update(key.partition("/")[0] for key in header.codecs)
-    return held
-
-
-def test_an_image_generator_leaves_only_once_its_owner_lists_it_and_each_device_has_one_model(tmp_path: Path) -> None:
-    willing, strict = "site-1", "site-2"
-    stack = Stack(tmp_path, devices=(willing, strict), method="ppidsg", split="image_small", params={"epochs": 1})
-    stack.rounds, stack.allow_upload = 1, {willing: (GENERATOR,)}
-    stack.prepare()
-    for device in stack.devices:
-        set_values(stack.config(device), {("export", "enabled"): True, ("export", "variants"): False})
-    with stack.up(agents=True, observer=()):
-        stack.wait_event("coordinator", lambda event: event["event"] == "declined", "the federation waits for an owner")
-        stack.wait_event(strict, lambda event: event["event"] == "declined", "the device has written it down")
-        declined = events(stack, strict, "declined")
-        assert {event["reason"] for event in declined} == {"upload_not_allowed"}
-        assert all(GENERATOR in event["detail"] for event in declined)
-        assert strict not in parts_by_sender(stack)
-        assert not any(event["event"] in ("phase_started", "committed") for event in stack.events(strict))
-        for name in ("coordinator", strict):
-            stack.running[name].terminate()
-            stack.running[name].wait(timeout=30)
-        set_values(stack.config(strict), {("policy", "allow_upload"): [GENERATOR]})
-        stack.start_coordinator()
-        stack.start_agent(strict)
-        stack.wait_finished()
-        everybody = {"coordinator", willing, strict}
-        wait_for(lambda: everybody <= {entry["sender"] for entry in recorded(stack)}, "both updates are recorded", 20)
-        assert parts_by_sender(stack) == {sender: {GENERATOR} for sender in everybody}
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 1), dtype=np.uint8)
-    for device in stack.devices:
-        session = onnxruntime.InferenceSession(ModelVersions(stack.store(device) / "models").current() / "model.onnx")
-        (logits,) = session.run(["logits"], {session.get_inputs()[0].name: pixels})
-        assert logits.shape == (3, len(CLASSES))
-        assert np.isfinite(logits).all()

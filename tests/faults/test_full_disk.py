@@ -23,7 +23,6 @@ from tests.support.edge.filled_store import files_of
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.learning.export_models import encoded, make_parts, make_spec, picture, write_images
 from tests.support.serving import PNG, install_versions, serving
-from tests.support.waiting import wait_until
 from tests.support.wire.transfer_parties import FEDERATION, Parties, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -58,23 +57,6 @@ def test_an_agent_whose_disk_is_full_stays_up_reports_it_and_goes_on_when_there_
     parties.limit_files("a")
     finish(parties)
     assert len(parties.events("a", "agent_started")) == 1
-
-
-@pytest.mark.broker
-def test_a_coordinator_whose_disk_is_full_ends_and_goes_on_with_the_same_attempt_when_it_is_started_again(
-    parties: Parties,
-) -> None:
-    parties.start(COORDINATOR)
-    parties.event(COORDINATOR, "started")
-    parties.limit_files(COORDINATOR, TOO_SMALL)
-    parties.start("a")
-    wait_until(lambda: parties.running[COORDINATOR].poll() is not None, "the coordinator ends", 60.0)
-    assert parties.running[COORDINATOR].returncode != 0
-    assert "File too large" in parties.tail(COORDINATOR)
-    assert parties.events(COORDINATOR, "update_stored") == []
-    assert parties.events("a", "receipt") == []
-    parties.start(COORDINATOR)
-    finish(parties)
 
 
 TRAIN = """

@@ -1,10 +1,8 @@
-"""A round, an audit and a batch of simulations that are killed in the middle go on and end as if nothing had happened."""
+"""An audit and a batch of simulations that are killed in the middle go on and end as if nothing had happened."""
 
 import contextlib
-import hashlib
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -15,21 +13,12 @@ import psutil
 import pytest
 import torch
 
-from edge_client.config import PolicySection, TrainingSection
-from edge_client.session.signals import Noted, RoundCommitted, TrainerReady
-from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from experiments.simulation.batch import load_batch
 from experiments.simulation.single_run import Runs
-from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.simulation import simulate
-from fedcg.log_output import LogSettings
-from fedcg.wire.messages.schemas import RoundAttempt
-from fedcg.worker_process import Exited
 from tests.support.audit import simulated_case, write_images, write_private, write_recording
 from tests.support.commands import finished, start_fedcg
 from tests.support.edge.filled_store import files_of
-from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import draw_images
 from tests.support.stack import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -132,57 +121,3 @@ def test_an_interrupted_audit_goes_on(tmp_path: Path, by: signal.Signals, code: 
 
     finished(start_audit(tmp_path, tmp_path / "undisturbed"))
     assert figures(out) == figures(tmp_path / "undisturbed")
-
-
-def train(site: Site, *, killed_once: Path | None = None) -> None:
-    """A round in a real training process, which gets SIGKILL once a certain file is there."""
-    reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-
-    def next_report() -> TrainerReport:
-        while isinstance(report := reports.get(timeout=120), Noted):
-            pass
-        return report
-
-    process = trainer_process(site.config, LogSettings(), reports.put)
-    try:
-        pid = process.start()
-        assert next_report() == TrainerReady()
-        process.send(site.round())
-        if killed_once is None:
-            assert next_report() == RoundCommitted(RoundAttempt(1, 1))
-        else:
-            wait_for(killed_once.exists, "the first checkpoint", 60.0)
-            os.kill(pid, signal.SIGKILL)
-            assert isinstance(next_report(), Exited)
-    finally:
-        process.stop()
-
-
-def site_of(root: Path, method: str) -> Site:
-    site = Site(root, real_spec(method, epochs=20))
-    draw_images(root / "data" / "train", 300, seed=4)
-    training = TrainingSection(device="cpu", threads=1, checkpoint_s=0.3, shadow_every=2)
-    site.configure(training=training, policy=PolicySection(allow_upload=get_method(method).payload.up))
-    return site
-
-
-def steps(site: Site, phase: str) -> list[int]:
-    return [int(event["step"]) for event in site.events("progress") if event["phase"] == phase]
-
-
-@pytest.mark.parametrize("method", ["fedcg", "fedavg"])
-def test_a_trainer_that_is_killed_in_mid_round_goes_on_and_the_update_is_the_same(tmp_path: Path, method: str) -> None:
-    undisturbed, killed = site_of(tmp_path / "undisturbed", method), site_of(tmp_path / "killed", method)
-    checkpoint = killed.store.root / "checkpoint.bin"
-    train(undisturbed)
-    train(killed, killed_once=checkpoint)
-    assert killed.events("committed") == []
-    before = len(steps(killed, "classify"))
-    train(killed)
-    later = steps(killed, "classify")[before:]
-    assert not later or later[0] > 1, "the second process began the stage anew"
-    assert hashlib.sha256(killed.update()).hexdigest() == hashlib.sha256(undisturbed.update()).hexdigest()
-    assert "shadow" in killed.state().slots
-    checksums = [dict(site.state().generation.checksums) for site in (killed, undisturbed)]
-    assert checksums[0] == checksums[1], "the shadow too"
-    assert not checkpoint.exists()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
@@ -20,12 +19,11 @@ class ProgramStack(Stack):
 
     devices: tuple[str, ...] = ("site-1", "site-2", "site-3", "site-4")
     project: Path = Path()
-    changes: Mapping[str, object] = field(default_factory=dict)
 
     def plan(self) -> str:
         made = tomllib.loads(self.command("federation", "plan", "--from", str(self.project)))
         own = {"min_clients": len(self.devices), "seed": 7, "rounds": self.rounds, "method": self.method}
-        return plan_text({**made, **own, "params": dict(self.params), **self.changes})
+        return plan_text({**made, **own, "params": dict(self.params)})
 
     def adapt_config(self, device: str, data: Path, config: Path | None = None) -> None:
         path = config or self.config(device)

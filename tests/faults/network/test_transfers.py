@@ -7,7 +7,6 @@ import asyncio
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import HOST, Pki, RunningMosquitto, acl_for, mqtt_client
-from tests.support.broker.throttle import Throttle, Weather
+from tests.support.broker.throttle import Weather
 from tests.support.waiting import free_port, wait_until
 from tests.support.wire.transfer_parties import (
     FEDERATION,
@@ -36,9 +35,6 @@ from tests.support.wire.transfer_parties import (
 )
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
-PERSISTENCE = ("persistence true", "autosave_interval 1")
-
-
 WINDOWS = {Carrier.MQTT: 17, Carrier.HTTPS: 64}  # chunks that were under way when something died: lost or repeated
 BOTH_CARRIERS = pytest.mark.parametrize("make_world", [Carrier.MQTT, Carrier.HTTPS], indirect=True)
 OVER_HTTPS = pytest.mark.parametrize("make_world", [Carrier.HTTPS], indirect=True)
@@ -86,38 +82,9 @@ def test_a_transfer_completes_over_a_slow_and_unreliable_link(make_world: MakeWo
     assert world.link.resets == 1
 
 
-@pytest.mark.parametrize(("extra", "way"), [((), "up"), (PERSISTENCE, "up"), ((), "down"), (PERSISTENCE, "down")])
-@pytest.mark.slow
-def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
-    make_world: MakeWorld, extra: tuple[str, ...], way: str
-) -> None:
-    world = make_world(extra=extra)
-    parties = world.parties
-    count = (lambda: parties.uploaded("a")) if way == "up" else (lambda: parties.downloaded("a"))
-    parties.await_chunks(count, SOME, f"the transfer {way} is under way")
-    world.broker.stop()  # SIGKILL
-    world.broker.start()
-    came = world.finish()
-    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
-    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20  # what was in flight, once more
-
-
-@pytest.mark.slow
-def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make_world: MakeWorld) -> None:
-    world = make_world()
-    parties = world.parties
-    parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
-    world.link.hold()
-    parties.event(COORDINATOR, "offline", "the will arrives", 1.5 * parties.plan.keepalive_s + 20.0)
-    world.link.release()
-    came = world.finish()
-    assert came["received"] == chunks_of(came)
-    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20
-
-
 def run_to_the_end(root: Path, mosquitto: StartMosquitto, **plan: Any) -> Parties:
     """A federation of a and b without any weather, on threads of this process."""
-    broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")))
+    broker = mosquitto(acl_for(FEDERATION))
     root.mkdir()
     ports = {"a": broker.port, "b": broker.port}
     services: queue.SimpleQueue[Service] = queue.SimpleQueue()
@@ -148,19 +115,6 @@ def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path
     assert mixed.events("b", "carrier") == []
     for parties in (mixed, alike):
         assert sorted(event["client"] for event in parties.events(COORDINATOR, "update_stored")) == ["a", "b"]
-
-
-@OVER_HTTPS
-@pytest.mark.slow
-def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(make_world: MakeWorld) -> None:
-    world = make_world(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
-    came = world.finish()
-    assert world.link.resets == 4
-    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
-    down = world.download()
-    assert (down["resumed"], down["received"]) == (0, chunks_of(down))
-    troubles = [event for event in world.parties.events("a", "carrier") if not event["works"]]
-    assert troubles, "a reset is logged"
 
 
 @OVER_HTTPS
@@ -200,51 +154,6 @@ def test_a_device_that_changes_its_carrier_in_mid_upload_goes_on_from_what_is_th
         assert came["resumed"] + came["received"] == chunks_of(came)
         assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there
         assert any(event["works"] for event in parties.events("a", "carrier"))
-
-
-DEADLINE_S = 25.0  # longer than the three heartbeats of 5 s after which a device is missed
-GHOST = "c"
-
-
-@pytest.fixture
-def broker(mosquitto: StartMosquitto) -> RunningMosquitto:
-    return mosquitto(acl_for(FEDERATION))  # without persistence: sessions and wills die with it
-
-
-@pytest.fixture
-def parties(tmp_path: Path, broker: RunningMosquitto) -> Iterator[Parties]:
-    slow = Throttle(broker.port, Weather(bytes_per_s=20_000))  # so that it has not delivered when it dies
-    ports = {"a": broker.port, "b": broker.port, GHOST: slow.port}
-    plan = {"size": 400_000, "rounds": 3, "min_clients": 2, "deadline_s": DEADLINE_S}
-    with closing(slow), prepared(tmp_path, broker, ports, **plan) as made:
-        yield made
-
-
-@pytest.mark.slow
-def test_a_ghost_is_missed_by_its_heartbeats_and_holds_no_round_to_its_deadline(
-    parties: Parties, broker: RunningMosquitto
-) -> None:
-    parties.start(COORDINATOR)
-    for name in ("a", GHOST):
-        parties.start(name)
-    parties.event(COORDINATOR, "attempt_opened", "with the ghost, who has to deliver")
-    wait_until(lambda: GHOST in {event["client"] for event in parties.events(COORDINATOR, "online")}, "the ghost came")
-    broker.stop()  # SIGKILL, and the device before it can come back: its will is not published
-    parties.kill(GHOST)
-    broker.start()
-    missed = parties.event(COORDINATOR, "offline", "the ghost is missed")
-    assert (missed["client"], missed["reason"]) == (GHOST, "it missed its heartbeats")
-    parties.start("b")
-    del parties.plan.agent_ports[GHOST]
-    parties.wait_finished()
-
-    opened = parties.events(COORDINATOR, "attempt_opened")
-    assert GHOST in opened[0]["participants"]
-    later = opened[1:]
-    assert [(event["round"], event["participants"]) for event in later] == [(n, ["a", "b"]) for n in (1, 2, 3)]
-    ended = {event["round"]: event["t"] for event in parties.events(COORDINATOR, "aggregate_stored")}
-    for event in later:
-        assert ended[event["round"]] - event["t"] < DEADLINE_S / 2, "the round did not wait"
 
 
 TEN_YEARS = timedelta(days=3652)

@@ -86,7 +86,6 @@ class RunningMosquitto:
     folder: Path
     acl: str
     limits: QueueLimits = field(default_factory=QueueLimits)
-    extra: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -108,7 +107,6 @@ class RunningMosquitto:
             f"acl_file {acl}",
             *self.limits.lines(),
             "set_tcp_nodelay true",
-            *self.extra,
         ]
         if os.geteuid() == 0:
             lines.append("user root")  # else it switches to user mosquitto, who can't read our 0600 keys
@@ -180,5 +178,5 @@ def mqtt_client(config: MqttConfig, will: Will | None = None) -> Client:
     return Client(MqttTransport(config, will))
 
 
-def acl_for(federation: str, devices: tuple[str, ...] = DEVICES) -> str:
-    return Topics(federation).mosquitto_acl(devices, ["observer"])
+def acl_for(federation: str) -> str:
+    return Topics(federation).mosquitto_acl(DEVICES, ["observer"])

@@ -354,15 +354,11 @@ def chunks_of(came: dict[str, Any]) -> int:
 
 @contextmanager
 def worlds(root: Path, mosquitto: StartMosquitto, carrier: Carrier = Carrier.MQTT) -> Iterator[MakeWorld]:
-    """`make(weather, extra, **plan)`: a world whose broker has further lines of configuration."""
+    """`make(weather, **plan)`: a world with a broker."""
     stack = ExitStack()
 
-    def make(weather: Weather = SLOW, extra: tuple[str, ...] = (), **plan: Any) -> World:
-        folder = root / "broker"
-        folder.mkdir()
-        if extra:
-            extra = (*extra, f"persistence_location {folder}/")
-        broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")), folder=folder, extra=extra)
+    def make(weather: Weather = SLOW, **plan: Any) -> World:
+        broker = mosquitto(acl_for(FEDERATION))
         return stack.enter_context(closing(World(root, broker, weather, carrier, **plan)))
 
     with stack:

@@ -413,35 +413,22 @@ def noisy(share: float) -> Array:
     return found
 
 
-@pytest.mark.parametrize(
-    ("value", "private"),
-    [
-        (planted(0.01 * ROW + 3), TRAINED),
-        (planted(-40 * ROW[::-1], at=HOST.size - 150), TRAINED),
-        (planted(ROW[30:130], at=0), TRAINED),
-        (planted(ROW, columns=True), TRAINED),
-        (per_channel_int8(planted(ROW).reshape(120, 90, 1, 1)), TRAINED),
-        (planted(noisy(0.1)), TRAINED),
-        (planted(TRAINED.reshape(16, 150)[[5, 2, 9]]), TRAINED),
-        (planted(HOST[:40, 5] * 3 + 1), HOST[:40, :20]),
-        (planted(EXTRACTOR[4] * 2), EXTRACTOR),
-        (planted(IMAGE / 9, columns=True), IMAGE.ravel()),
-        (planted(GREY / 9), GREY),
-    ],
-    ids=[
-        "scaled",
-        "turned",
-        "a piece",
-        "a column",
-        "i8",
-        "noise",
-        "permuted",
-        "a private column",
-        "25 numbers",
-        "image",
-        "image of 17 levels",
-    ],
-)
+COPIES = {
+    "scaled": (planted(0.01 * ROW + 3), TRAINED),
+    "turned": (planted(-40 * ROW[::-1], at=HOST.size - 150), TRAINED),
+    "a piece": (planted(ROW[30:130], at=0), TRAINED),
+    "a column": (planted(ROW, columns=True), TRAINED),
+    "i8": (per_channel_int8(planted(ROW).reshape(120, 90, 1, 1)), TRAINED),
+    "noise": (planted(noisy(0.1)), TRAINED),
+    "permuted": (planted(TRAINED.reshape(16, 150)[[5, 2, 9]]), TRAINED),
+    "a private column": (planted(HOST[:40, 5] * 3 + 1), HOST[:40, :20]),
+    "25 numbers": (planted(EXTRACTOR[4] * 2), EXTRACTOR),
+    "image": (planted(IMAGE / 9, columns=True), IMAGE.ravel()),
+    "image of 17 levels": (planted(GREY / 9), GREY),
+}
+
+
+@pytest.mark.parametrize(("value", "private"), COPIES.values(), ids=COPIES)
 def test_a_copied_row_is_found_inside_another_tensor(value: Array, private: Array) -> None:
     other = np.random.default_rng(11).normal(size=HOST.shape)
     assert copied_rows([other], [private]) == {}

@@ -46,7 +46,6 @@ def test_the_cpu_keeps_one_core_free_and_never_uses_more_threads_than_help(cpus:
         (card(), "cuda", "Card"),
         (card(memory=None, capability=None), "cuda", "Card"),
         (card(capability=(3, 7)), "cpu", "compute capability 3.7"),
-        (card(capability=(11, 0)), "cuda", "Card"),
         (card(memory=1 * GIB), "cpu", "1024 MiB"),
         (None, "cpu", "no NVIDIA GPU"),
     ],
@@ -60,7 +59,6 @@ def test_a_gpu_is_used_if_it_can_train_and_else_the_reason_is_said(gpu: Gpu | No
 @pytest.mark.parametrize(
     ("memory", "gpu", "scale"),
     [
-        (8 * GIB, None, 1.0),
         (2 * GIB, None, 1.0),
         (2 * GIB - 1, None, 0.5),
         (800 * MIB, None, 0.25),

@@ -50,11 +50,9 @@ def doing(home: Home) -> Iterator[Operations]:
             ),
         ),
         (
-            {"min_clients": 0, "deadline_s": 1e99, "pace": "fast", "nonsense": 3, "rounds": 1e24, "max_clients": [1]},
+            {"max_clients": [1], "nonsense": 3, "pace": "fast", "rounds": 1e24},
             (
-                "deadline_s: must be less than or equal to 31622400 (1 to 31622400; ",
                 f"max_clients: {WHOLE}",
-                "min_clients: must be greater than or equal to 1 (1 to 100000; ",
                 "nonsense: there is no such setting (known: rounds, min_clients, ",
                 "pace: must be 'equal-steps' or 'equal-time' (",
                 f"rounds: {WHOLE} (1 to 100000; ",
@@ -63,7 +61,6 @@ def doing(home: Home) -> Iterator[Operations]:
         ({"min_cohort": True, "deadline_s": True}, ("deadline_s: must be a number", f"min_cohort: {WHOLE}")),
         ({"min_cohort": "3", "rounds": 5.5}, (f"min_cohort: {WHOLE}", f"rounds: {WHOLE}")),
         ({"require_cohort": "1"}, ("require_cohort: must be true or false",)),
-        ({"require_cohort": 1}, ("require_cohort: must be true or false",)),
         ({"min_clients": 2, "min_cohort": 3}, ("min_clients: min_clients = 2 is below min_cohort = 3",)),
     ],
 )

@@ -14,7 +14,7 @@ from edge_client.config import PolicySection
 from edge_client.errors import StoreError
 from edge_client.firewall import FACTS, check_spec, widened
 from edge_client.store.checked_files import SENT_FILE, SentRecord, checked_text, read_lines, sent_items, totals
-from edge_client.store.owner_record import MOST_WAITING, Consent, Pause, PauseFile, TrafficCounter
+from edge_client.store.owner_record import MOST_WAITING, Consent, TrafficCounter
 from fedcg.wire.messages.envelopes import read_envelope
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
@@ -76,19 +76,6 @@ def test_a_damaged_file_is_an_error_that_names_it_and_the_next_step(tmp_path: Pa
     (tmp_path / "consent.json").write_bytes(content)
     with pytest.raises(StoreError, match=r"consent\.json is damaged\. It holds .*: delete it"):
         Consent(tmp_path).read()
-
-
-def test_a_pause_ends_at_its_time_or_by_hand(tmp_path: Path) -> None:
-    file = PauseFile(tmp_path)
-    assert file.read() is None
-    file.write(Pause(since=NOON, until=NOON + 10, reason="why"))
-    kept = file.read()
-    assert kept is not None
-    assert (kept.is_over(NOON + 9.9), kept.is_over(NOON + 10.0)) == (False, True)
-    assert not Pause(since=NOON).is_over(1e11)
-    file.write(None)
-    file.write(None)
-    assert file.read() is None
 
 
 def test_the_bytes_of_the_day_outlive_a_restart_and_begin_anew_at_midnight_utc(tmp_path: Path) -> None:

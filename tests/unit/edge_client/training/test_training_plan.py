@@ -88,20 +88,6 @@ def test_a_round_that_runs_out_of_memory_goes_on_in_pieces_and_later_rounds_begi
     assert [event["batch_scale"] for event in site.events("plan")] == [1.0, 0.25]
 
 
-def test_the_update_in_pieces_is_that_of_the_whole_batch_up_to_the_last_digits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, cut = (Site(tmp_path / name, real_spec("fedavg", batch_size=BATCH)) for name in ("whole", "cut"))
-    for site in (whole, cut):
-        site.configure(policy={"allow_upload": frozenset(site.spec.upload)})
-    whole.train()
-    failing(monkeypatch, 1, MemoryError)
-    cut.train()
-    ours, theirs = cut.state().slots["personal"], whole.state().slots["personal"]
-    differences = [abs(ours[part][name] - theirs[part][name]).max() for part in theirs for name in theirs[part]]
-    assert 0 < max(differences) < 1e-4
-
-
 def test_a_round_that_never_fits_is_declined_and_the_share_stays_above_its_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

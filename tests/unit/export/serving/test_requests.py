@@ -63,13 +63,10 @@ def _with(value: object) -> object:
         (_with(10**30), "images[3][0][2]", r"1e\+30 is not a valid pixel; send whole numbers"),
         (_with(0.5), "images", "whole numbers"),
         (_with("7"), "images", "whole numbers"),
-        (_with(None), "images", "whole numbers"),
         (_with([1, 2]), "images", "unequal length"),
         (np.zeros((20, 24, 4), int).tolist(), "images", r"the shape is \[20, 24, 4\]; send .* \[20, 24, 3\]"),
-        (np.zeros((20, 24), int).tolist(), "images", "the shape is"),
         (np.zeros((1, 1, 20, 24, 3), int).tolist(), "images", "the shape is"),
         ([], "images", "the shape is"),
-        (True, "images", "the shape is"),
         ({"a": 1}, "images", "the shape is"),
     ],
 )

@@ -293,22 +293,6 @@ def test_a_good_version_serves_after_it_was_compared_and_the_stage_is_shown(tmp_
     assert int(found[1]) >= 30
 
 
-@pytest.mark.slow
-def test_a_server_that_is_killed_in_the_stage_goes_on_with_the_version_that_answered(tmp_path: Path) -> None:
-    install_versions(tmp_path, 1)
-    with serving(tmp_path, "--shadow", 1000) as server:
-        install_model(tmp_path, seed=1, round_number=2)
-        _wait_for_candidate(server, "0002")
-        server.stop(signal.SIGKILL)
-    with serving(tmp_path, "--shadow", 20, *ALL) as server:
-        assert server.ask("/readyz").document["version"] == "0001"
-        assert _candidate(server) == "0002"
-        assert set(_ask_until(server, "0002")[:-1]) == {"0001"}
-    with serving(tmp_path) as server:
-        assert server.ask("/readyz").document["version"] == "0002"
-        assert _candidate(server) is None
-
-
 def test_the_server_returns_to_the_version_before_one_that_drifts(tmp_path: Path) -> None:
     install_versions(tmp_path, 1)
     with serving(tmp_path, "--watch", "20", "--shadow", 0) as server:

@@ -301,6 +301,10 @@ def test_what_is_spent_is_read_back_as_it_was_written(some: list[tuple[float, fl
     assert Spent.from_json(spent.to_json()) == spent
 
 
+ONE = {"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 1}
+WRONG: list[dict[str, float]] = [{"sample_rate": 1.5}, {"noise_multiplier": 0.0}, {"steps": -1}, {"x": 0}]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -308,10 +312,7 @@ def test_what_is_spent_is_read_back_as_it_was_written(some: list[tuple[float, fl
         "[]",
         '{"format": 2, "spent": []}',
         '{"format": 1}',
-        json.dumps({"format": 1, "spent": [{"noise_multiplier": 1.0, "sample_rate": 1.5, "steps": 1}]}),
-        json.dumps({"format": 1, "spent": [{"noise_multiplier": 0.0, "sample_rate": 0.5, "steps": 1}]}),
-        json.dumps({"format": 1, "spent": [{"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": -1}]}),
-        json.dumps({"format": 1, "spent": [{"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 1, "x": 0}]}),
+        *(json.dumps({"format": 1, "spent": [{**ONE, **change}]}) for change in WRONG),
     ],
 )
 def test_what_is_no_record_of_spending_is_never_read_as_nothing_spent(text: str) -> None:

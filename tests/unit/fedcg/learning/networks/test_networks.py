@@ -58,7 +58,6 @@ def parameter_bytes(spec: FederationPlan, part: Part) -> int:
     ("split", "extractor", "classifier", "shape"),
     [
         ("lenet5", 11_488, 236_536, (16, 5, 5)),
-        ("lenet5_relu", 11_488, 236_536, (16, 5, 5)),
         # 3*12*25 + 12 and 12*32*25 + 32; linear layers from 32*5*5 numbers to 120, 84 and 10
         ("lenet5_wide", 4 * (912 + 9632), 4 * (96_120 + 10_164 + 850), (32, 5, 5)),
         # convolutions 3*16*9 + 16 and 16*32*9 + 32, batch norm 2*(16 + 32); linear 128*128 + 128 and 128*10 + 10

@@ -53,11 +53,7 @@ def extractor_of(spec: FederationSpec) -> ProjectedBackbone:
 @pytest.mark.parametrize(
     ("name", "parsed"),
     [
-        ("efficientnet_lite0+project:64", split_names.Projected("efficientnet_lite0", "tf_efficientnet_lite0", "", 64)),
-        (
-            "efficientnet_lite2@blocks.4+project",
-            split_names.Projected("efficientnet_lite2", "tf_efficientnet_lite2", "blocks.4", 256),
-        ),
+        ("efficientnet_lite0+project", split_names.Projected("efficientnet_lite0", "tf_efficientnet_lite0", "", 256)),
         ("timm:resnet10t@layer3+project:9999", split_names.Projected("timm:resnet10t", "resnet10t", "layer3", 9999)),
     ],
 )

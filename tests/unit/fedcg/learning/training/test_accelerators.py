@@ -1,10 +1,7 @@
 """CUDA graphs and the errors of an accelerator."""
 
 import errno
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,44 +125,3 @@ NEITHER = (
 def test_an_error_is_of_memory_or_of_a_broken_card_or_neither(error: Exception) -> None:
     assert (is_out_of_memory(error), is_sticky(error)) == (error in MEMORY, error in STICKY)
     assert is_of_this_machine(error) == (error in MEMORY or isinstance(error, OSError))
-
-
-UNDER_LIMITS = """
-import json, os, resource, torch
-from fedcg.learning.training.device_errors import is_out_of_memory
-torch.set_num_threads(1)
-net = torch.nn.Sequential(torch.nn.Conv2d(32, 64, 5, padding=2), torch.nn.ReLU(), torch.nn.Conv2d(64, 96, 3, stride=2))
-up, images, row = torch.nn.ConvTranspose2d(32, 16, 4, 2), torch.rand(2, 32, 32, 32), torch.empty(200_000)
-steps = (lambda: net(images).sum().backward(), lambda: up(images).sum().backward())
-cases = [(step, kib) for step in steps for kib in range(500, 9000, 500)]
-cases += [(lambda: row.split(1), 4000), (lambda: bytearray(1 << 40), 4000)]
-def outcome(work, left):
-    ours, theirs = os.pipe()
-    if os.fork() == 0:
-        taken = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
-        resource.setrlimit(resource.RLIMIT_AS, (taken + left, taken + left))
-        try:
-            work()
-            said = ("", True)
-        except Exception as error:
-            said = (f"{type(error).__name__}: {error}"[:120], is_out_of_memory(error))
-        os.write(theirs, json.dumps(said).encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        said = pipe.read()
-    os.wait()
-    return json.loads(said) if said else ("died", True)
-print(json.dumps([outcome(work, kib << 10) for work, kib in cases]))
-"""
-"""First steps of networks and large allocations, each in a process whose address space may grow by so many KiB: what they fail with."""
-
-
-@pytest.mark.slow
-def test_what_torch_fails_with_under_a_real_limit_of_memory_is_known_as_that() -> None:
-    done = subprocess.run([sys.executable, "-c", UNDER_LIMITS], capture_output=True, text=True, check=True, timeout=120)
-    outcomes = json.loads(done.stdout)
-    texts = {text for text, _ in outcomes}
-    assert not [text for text, is_known in outcomes if not is_known]
-    for mark in ("DefaultCPUAllocator", "could not create a primitive", "std::bad_alloc", "MemoryError"):
-        assert any(mark in text for text in texts), (mark, texts)

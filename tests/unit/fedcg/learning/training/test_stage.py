@@ -24,18 +24,7 @@ from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.round_checkpoint import RoundCheckpoint, Tensors
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.optimisers import SGD, adam
-from fedcg.learning.training.stage import (
-    Batches,
-    Descent,
-    Descents,
-    MovingAverage,
-    Nets,
-    Stage,
-    Trained,
-    pieces,
-    run_stage,
-)
-from fedcg.wire.parts import Part
+from fedcg.learning.training.stage import Batches, Descent, Descents, Nets, Stage, Trained, pieces, run_stage
 from tests.support.learning.learning_cases import context, quick_spec, same
 from tests.support.learning.stages import CASES, VARIANTS, Caught, ReplayedStep, replays, stages_of
 from tests.support.present import present
@@ -225,22 +214,6 @@ def test_what_is_called_after_each_step_finds_the_weights_as_it_left_them(case: 
         run_stage(replace(stage, after=(follower,)), one.ctx)
         assert len(follower.seen) == 1 + stage.batches.steps, one.stage.name
         assert not any(torch.equal(earlier, later) for earlier, later in pairwise(follower.seen)), one.stage.name
-
-
-def averaged_toy() -> tuple[Stage, MovingAverage]:
-    stage = toy()
-    average = MovingAverage({Part.CLASSIFIER: stage.networks["body"]}, 0.9)
-    return replace(stage, after=(average,)), average
-
-
-def test_a_moving_average_goes_on_through_a_checkpoint() -> None:
-    stage, average = averaged_toy()
-    run_stage(stage, CTX)
-    found = average.extras()["ema_classifier"]
-    saved = kept_states(averaged_toy()[0])[1]
-    again, resumed = averaged_toy()
-    run_stage(again, replace(CTX, checkpoint=checkpoint(saved)))
-    assert same(resumed.extras()["ema_classifier"], found)
 
 
 def test_a_stage_that_something_follows_whose_state_would_be_lost_has_no_checkpoints() -> None:

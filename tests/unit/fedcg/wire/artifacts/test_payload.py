@@ -71,7 +71,6 @@ def test_only_float32_and_int64_cross_the_wire(dtype: str) -> None:
         classifier(weight=WEIGHT, count=COUNT, extra=np.zeros(1, np.float32)),
         classifier(other=WEIGHT, count=COUNT),
         classifier(weight=WEIGHT.T, count=COUNT),
-        classifier(weight=WEIGHT.reshape(6), count=COUNT),
         classifier(weight=WEIGHT[:1], count=COUNT),
         classifier(weight=np.zeros(3, np.int64), count=COUNT),
         {Part.EXTRACTOR: PAIR[Part.CLASSIFIER]},

@@ -18,7 +18,7 @@ from audit.recording.capture import worst_bit
 from fedcg.learning.heads.classifiers import lda_head
 from fedcg.learning.heads.moments import class_gaussians, moments_of
 from fedcg.wire import sums
-from fedcg.wire.errors import MalformedError, SignatureError, SumError
+from fedcg.wire.errors import SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SumKeys
 from fedcg.wire.parts import TensorLayout
@@ -176,7 +176,7 @@ def test_a_cohorts_mask_is_another_one_for_each_device_secret_view_of_the_member
         assert np.count_nonzero(first == second) == 0  # each pair by a chance of 2^-24
 
 
-@pytest.mark.parametrize("count", [4, 8, 32])
+@pytest.mark.parametrize("count", [4, 8])
 def test_every_bit_of_the_sum_that_a_coordinator_opens_is_a_fair_coin_unless_the_cohorts_mask_is_missing(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,17 +221,6 @@ def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced
     for mask in ("ab" * 31, "ab" * 33, "AB" * 32, " ab" * 32, "zz" * 32):
         with pytest.raises(ValidationError):
             SumKeys.model_validate_json(json.dumps({**told, "mask": mask}), strict=True)
-
-
-def test_keys_that_nobody_can_agree_on_a_key_with_are_refused_although_they_are_signed() -> None:
-    key, secrets = SigningKey.generate(), sums.SumSecrets.draw("box-00")
-    announced = secrets.announce(AT, 5, key)
-    sums.check_keys(AT, "box-00", announced, key.public)
-    for change in ({"mask": bytes(32)}, {"cipher": bytes(32)}, {"mask": bytes([1]) + bytes(31)}):
-        bad = announced.model_copy(update=change)
-        signed = bad.model_copy(update={"signature": key.sign(sums.keys_label(AT, "box-00", bad))})
-        with pytest.raises(MalformedError, match="box-00: a public key for a sealed sum is not a valid X25519 key"):
-            sums.check_keys(AT, "box-00", signed, key.public)
 
 
 def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:

@@ -70,9 +70,7 @@ def test_the_shorter_keepalive_counts_and_a_dead_link_is_told_and_connected_anew
     [
         (packets.hang_up(b"\x8b\x00"), "broke: the broker ended it: Server shutting down"),
         (packets.hang_up(), "broke: the broker ended it: Normal disconnection"),
-        (packets.packet(0x34, packets.text("t") + b"\x00\x01\x00"), "unexpected data: a message at QoS 2"),
         (b"\x30\xff\xff\x7f", "unexpected data: a packet of 2097151 bytes; at most 50000"),
-        (packets.connack(), "unexpected data: a second answer"),
     ],
 )
 def test_how_a_broker_ends_a_link_is_told_and_what_it_has_not_acknowledged_is_sent_again(
