@@ -130,7 +130,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     asked = nvml_gpu() if live else None
     catalogue, compatible = load_catalogue(), files.compatible(root)
     jetson, kind = catalogue.identify(compatible), catalogue.kind_of(compatible)
-    memory = _least(files.meminfo(root, "MemTotal"), files.memory_limit(root))
+    memory = files.least(files.meminfo(root, "MemTotal"), files.memory_limit(root))
     l4t = files.l4t_release(root)
     gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
     return DeviceProfile(
@@ -149,15 +149,11 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     )
 
 
-def _least(*values: int | None) -> int | None:
-    return min((value for value in values if value is not None), default=None)
-
-
 def _usable_cpus(root: Path, *, live: bool) -> int | None:
     quota = files.cpu_limit(root)
     # sched_getaffinity only exists on Linux.
     affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
-    return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
+    return files.least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
 
 
 def _kind(jetson: KnownJetson | None, gpu: Gpu | None) -> DeviceKind:
