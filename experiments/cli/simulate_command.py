@@ -215,7 +215,7 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     params = parse_method_params(options.params, tuple(rows))
     setting = {name: value for name, value in fields.items() if name in typed}
     runs = plan_runs(options.paper, methods=options.method, seeds=seeds, setting=setting, params=params)
-    return Batch(runs=tuple(run.planned() for run in runs))
+    return Batch(runs=runs)
 
 
 def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
