@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,29 +21,21 @@ from fedcg.learning.spec import ImageForm, InputForm
 from fedcg.values import Value
 
 
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """A picture's pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; None if not needed."""
-
-    pixels: NDArray[Any]
-    sha256: str | None
-
-
-def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> Decoded | SkippedImage:
-    """Decode a picture into a form, or return the reason why it can't be decoded.
+def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> tuple[NDArray[Any], str] | SkippedImage:
+    """Decode a picture into a form: its pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; or return why it can't be decoded.
 
     Args:
         picture: any picture.
         form: the spec's input form.
-        is_hashed: whether the sha256 of its image file is needed; for an array's row, the file is created first.
+        is_hashed: whether the sha256 is needed, else it may be empty; for an array's row, the file is created first.
     """
     try:
         if isinstance(picture, RowPicture):
-            digest = hashlib.sha256(picture.content()).hexdigest() if is_hashed else None
-            return Decoded(fit_row(picture.images[picture.row], form), digest)
+            digest = hashlib.sha256(picture.content()).hexdigest() if is_hashed else ""
+            return fit_row(picture.images[picture.row], form), digest
         assert isinstance(form, ImageForm)
         content = picture.content()
-        return Decoded(decode_image(content, form, picture.where), hashlib.sha256(content).hexdigest())
+        return decode_image(content, form, picture.where), hashlib.sha256(content).hexdigest()
     except (DataError, OSError) as error:
         return SkippedImage(picture.where, str(error))
 
@@ -133,9 +124,8 @@ class _Reader:
     def __init__(self, form: InputForm, classes: tuple[str, ...]) -> None:
         self._form, self._classes = form, classes
         self._skipped: dict[str, SkippedImage] = {}
-        self._unhashed: dict[
-            int, _Read
-        ] = {}  # by identity: a deal, which lives longer, may give all clients one test set
+        # By identity: a deal, which lives longer, may give all clients one test set.
+        self._unhashed: dict[int, _Read] = {}
 
     @property
     def skipped(self) -> tuple[SkippedImage, ...]:
@@ -169,7 +159,7 @@ class _Reader:
             if isinstance(found, SkippedImage):
                 self._skipped[found.file] = found
                 continue
-            pixels[len(entries)] = found.pixels
-            entries.append(FileEntry(path, found.sha256 or "", label))
+            pixels[len(entries)], sha256 = found
+            entries.append(FileEntry(path, sha256, label))
         labels = torch.tensor([entry.label for entry in entries], dtype=torch.int64)
         return _Read(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), tuple(entries))
