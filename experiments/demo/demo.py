@@ -34,7 +34,7 @@ from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
 from experiments.demo.report import Progress, process_began, summarise
-from experiments.demo.run_folder import LOOPBACK, Run, image_counts, prepare, write_secrets
+from experiments.demo.run_folder import LOOPBACK, Run, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
 from experiments.settings import FEDERATION, root_secret
@@ -80,7 +80,7 @@ class Demo:
             watching = asyncio.create_task(self._watch())
             try:
                 agents = await self._start_all(processes)
-                await self._until_finished(processes, agents)
+                await self._until_finished(agents)
                 await self._until_observed()
             finally:
                 watching.cancel()
@@ -106,7 +106,7 @@ class Demo:
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.print_once(f"broker: {self._broker_named}")
-        await data
+        self._images = await data
         self._allowed = self._policy()
         await processes.line(
             observer, "ready", READY_S
@@ -214,7 +214,7 @@ class Demo:
             self._look()
             await asyncio.sleep(0.2)
 
-    async def _until_finished(self, processes: Children, agents: list[Child]) -> None:
+    async def _until_finished(self, agents: list[Child]) -> None:
         """Wait until every agent has exited; if another process exits, or the federation stalls, the demo fails."""
         while any(agent.is_running for agent in agents):
             for agent in agents:
@@ -253,7 +253,7 @@ class Demo:
             setting=run.setting.model_dump(mode="json"),
             broker=self._broker_named,
             total_s=time.time() - process_began(),
-            images=image_counts(run.data),
+            images=self._images,
             agents=agents,
             wire=self._wire(),
             versions=versions(),
