@@ -158,8 +158,8 @@ def run(
         f"gate {verdict.condition}: {'passed' if verdict.passed else 'FAILED'}, {verdict.why}"
         for verdict in done.verdicts
     ]
-    is_beyond = not all(verdict.passed for verdict in done.verdicts)
-    code = NOT_MET if is_beyond else FAILED if done.failed else 0
+    has_failed = any(finding.outcome.has_failed for finding in done.findings)
+    code = NOT_MET if not all(verdict.passed for verdict in done.verdicts) else FAILED if has_failed else 0
     lines.append(f"the audit took {done.report['subject']['seconds']:.0f} s; report: {out / PAGE_FILE}")
     return done.report, "\n".join(lines), code
 

@@ -211,12 +211,11 @@ class AuditOptions(Value):
 
 
 class Audited(Value):
-    """The outcome of an audit: the content of `report.json`, the verdicts of its gates, and the attacks that failed."""
+    """The outcome of an audit: the content of `report.json`, its findings, and the verdicts of its gates."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
     verdicts: tuple[GateResult, ...]
-    failed: tuple[Outcome, ...]
 
 
 def run_audit(options: AuditOptions, console: Console) -> Audited:
@@ -242,7 +241,7 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     seconds = max(time.monotonic() - started, resumed)
     subject = subject_of(case, recorded.gaps, settings, options.command(), store, seconds)
     report = write_report(options.out, subject, findings, verdicts)
-    return Audited(report, findings, verdicts, tuple(one for one in outcomes if one.has_failed))
+    return Audited(report, findings, verdicts)
 
 
 def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:

@@ -100,6 +100,9 @@ class BatchRunner:
         tracks: the trackers that receive every run (`fedcg.tracking`).
         picture: whether curves.png is drawn.
         given: the clients of all runs (`Runs`).
+
+    Attributes:
+        runs: the runs of the folder.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class BatchRunner:
         self._tracks, self._has_picture = tracks, picture
         self._tracked: dict[str, list[Tracking]] = {}
         self._counted_rounds: dict[str, int] = {}  # rounds of a run that are known to the bar
-        self._runs = Runs(folder, simulator, self._after_round, self._print, given)
+        self.runs = Runs(folder, simulator, self._after_round, self._print, given)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -131,10 +134,6 @@ class BatchRunner:
             speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should cover several
         )
         self._task = self._bar.add_task("", total=0)
-
-    def stands(self, planned: PlannedRun) -> Simulation | None:
-        """Return the state of a run after its newest checkpoint; None without one."""
-        return self._runs.stands(planned)
 
     def run(self, batch: Batch, *, force: bool = False) -> tuple[list[dict[str, Any]], list[FailedRun]]:
         """Run all unfinished runs.
@@ -151,14 +150,14 @@ class BatchRunner:
         """
         if force:
             for planned in batch.runs:
-                self._runs.forget(planned)
+                self.runs.forget(planned)
         done = [planned for planned in batch.runs if has_record(self._folder, planned)]
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
-            is_lacking = planned.keep_updates and not self._runs.recording(planned).exists()
+            is_lacking = planned.keep_updates and not self.runs.recording(planned).exists()
             note = ", without a recording of its updates; --force repeats it" if is_lacking else ""
             self._print(f"{planned.setting.name}: already done{note}")
-        self._counted_rounds = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
+        self._counted_rounds = {planned.setting.name: self.runs.done_rounds(planned) for planned in todo}
         total = sum(planned.setting.rounds for planned in todo)
         self._bar.update(self._task, total=total, completed=sum(self._counted_rounds.values()))
         with self._bar:
@@ -174,8 +173,8 @@ class BatchRunner:
         try:
             tracked = self._tracked_run(planned) if self._tracks else None
             self._tracked[setting.name] = [Tracking(track, tracked) for track in self._tracks if tracked]
-            record = self._runs.run(planned)
-            files = [{"file": file.name, "sha256": file_sha256(file)} for file in self._runs.files(planned)]
+            record = self.runs.run(planned)
+            files = [{"file": file.name, "sha256": file_sha256(file)} for file in self.runs.files(planned)]
             clients = [
                 {"client": one["id"], **{name: one[name] for name in record["mean"] if name in one}}
                 for one in record["clients"]
@@ -199,19 +198,18 @@ class BatchRunner:
         return record
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
-        name = planned.setting.name
-        if figures := figures_of(now):
-            for tracking in self._tracked[name]:
-                tracking.add(now.rounds, figures)
+        name, figures = planned.setting.name, figures_of(now)
+        for tracking in self._tracked[name] if figures else ():
+            tracking.add(now.rounds, figures)
         self._counted_rounds[name] += 1
         self._bar.update(self._task, advance=1, description=f"{_shown(name)}, round {now.rounds}")
         if not self._console.is_terminal:
-            self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
+            self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(figures)}")
 
     def _tracked_run(self, planned: PlannedRun) -> TrackedRun:
         """Return the run for trackers; a resumed run keeps its identity."""
         setting, kept = planned.setting, self._folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
-        is_continued = self._runs.done_rounds(planned) > 0 and kept.exists()
+        is_continued = self.runs.done_rounds(planned) > 0 and kept.exists()
         if not is_continued:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_durably(kept, uuid.uuid4().hex)
@@ -245,15 +243,10 @@ def _spent(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"epsilon at most {max(spent):.2f} at delta {record['setting']['privacy']['dp_sgd']['delta']:g}"
 
 
-def _so_far(now: Simulation) -> str:
+def _so_far(figures: Mapping[str, float]) -> str:
     """Return mean accuracies of the latest round; empty if it was not measured."""
-    records = [curve[-1] for curve in now.curves.values() if curve and curve[-1].round == now.rounds]
-    figures = {
-        "own test personal": [record.accuracy for record in records],
-        "local only": [record.local_accuracy for record in records],
-    }
-    known = {label: [value for value in values if value is not None] for label, values in figures.items()}
-    means = [f"{label} {percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    labels = {"accuracy/mean": "own test personal", "local/mean": "local only"}
+    means = [f"{label} {percent(figures[name])}" for name, label in labels.items() if name in figures]
     return f": accuracy in %: {', '.join(means)}" if means else ""
 
 

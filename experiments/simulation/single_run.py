@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -81,7 +80,6 @@ class Runs:
         self._note = note
         self._simulator = simulator
         self._on_round = on_round
-        self._dealing = Lock()
         # The last ones are cached: the next run is usually another method on the same images.
         self._opened: tuple[str, Source] | None = None
         self._dealt: tuple[tuple[str, DealOptions, InputForm], Cohort] | None = None
@@ -114,8 +112,6 @@ class Runs:
     def run(self, planned: PlannedRun) -> dict[str, Any]:
         """Start or resume a run; return its record.
 
-        Several threads may call it concurrently, each for another run.
-
         Raises:
             RunError: no client could train in any round.
             ExperimentError: the data can't be used.
@@ -123,11 +119,10 @@ class Runs:
         """
         setting = planned.setting
         torch.set_num_threads(setting.threads)
-        with self._dealing:  # data sets are downloaded, decoded and partitioned one at a time
-            spec, real = self._cohort_of(setting)
-            cohort, facts = self._defence_of(setting, real)
-            auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
-            seen = self._features_of(setting, spec, cohort)
+        spec, real = self._cohort_of(setting)
+        cohort, facts = self._defence_of(setting, real)
+        auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
+        seen = self._features_of(setting, spec, cohort)
         own = {} if self._given is None else self._given.own
         party = party_of(setting, spec, cohort, own)
         checkpoints = self._checkpoints(planned)
