@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 from experiments.data.deal import DealOptions, Partition
 from experiments.data.open import open_source
@@ -60,7 +60,7 @@ NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
-class Setting(BaseModel):
+class Setting(BaseModel, frozen=True, extra="forbid"):
     """The settings that a demo and a simulation share. Each field is an option of both commands, with its description as help.
 
     Attributes:
@@ -70,8 +70,6 @@ class Setting(BaseModel):
         quick: use `QUICK_PARAMS` instead of the method's defaults.
         params: parameters of the method; they override both.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: Annotated[
         str, Field(description="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/how-to/data.md")

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Annotated
 
 import tomllib
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from experiments.errors import OptionError
 from fedcg.errors import NOT_FOUND
@@ -24,8 +24,8 @@ _SettingValues = dict[str, JsonValue]
 _Pair = Annotated[tuple[float, ...], Field(min_length=1, max_length=2)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Strict(BaseModel, frozen=True, extra="forbid"):
+    """An entry of a file; unknown fields are errors."""
 
 
 class _RowEntry(_Strict):

@@ -128,5 +128,3 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
     except (OSError, OverflowError) as error:
         raise OptionError(f"no Ray cluster at {address}: {error}; start one with `ray start --head`") from error
-
-

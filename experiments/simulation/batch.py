@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from experiments.errors import OptionError
 from experiments.settings import Setting, of_method
@@ -162,7 +162,7 @@ class RunSetting(Setting):
             return False
 
 
-class PlannedRun(BaseModel):
+class PlannedRun(BaseModel, frozen=True, extra="forbid"):
     """One run to do.
 
     Attributes:
@@ -170,8 +170,6 @@ class PlannedRun(BaseModel):
         reduced: its differences from the published setting: name to (published, run); empty without one.
         keep_updates: the rounds whose updates are recorded, `all` or `1,5,10`; None: no recording.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: RunSetting
     reduced: dict[str, tuple[Any, Any]] = {}
@@ -185,10 +183,8 @@ class PlannedRun(BaseModel):
         return frozenset(map(int, self.keep_updates.split(","))) if self.keep_updates else frozenset()
 
 
-class Batch(BaseModel):
+class Batch(BaseModel, frozen=True, extra="forbid"):
     """Runs that belong together, in order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: Annotated[tuple[PlannedRun, ...], Field(min_length=1)]
 

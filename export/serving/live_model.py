@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from export.errors import ExportError, ModelError
 from export.model.manifest import Accept
@@ -151,9 +151,7 @@ Look = tuple[Path, Stamp] | str
 log = logging.getLogger(__name__)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Record(BaseModel, frozen=True, extra="forbid"):
     format: Literal[1] = 1
     version: Annotated[str, Field(pattern=r"^\d{1,20}$")]
 
@@ -247,7 +245,7 @@ class ServedModel:
         if seen == self._seen:
             return self._settled()
         self._seen = seen
-        self._drop()  # before another is loaded: memory suffices for two
+        self.close()  # before another is loaded: memory suffices for two
         if self.current is not None and seen == self._served:
             self.refused = ""
             self._end_stage()
@@ -280,8 +278,10 @@ class ServedModel:
             candidate.offer(served, images)
 
     def close(self) -> None:
-        """End the comparison; a restarted server begins a new one."""
-        self._drop()
+        """End the comparison, if any; a restarted server begins a new one."""
+        if self.candidate is not None:
+            self.candidate.close()
+            self.candidate = None
 
     def take_back(self, verdict: VersionFault) -> bool:
         """Roll a version that performs badly back to the previous one; return whether that was possible.
@@ -339,7 +339,7 @@ class ServedModel:
 
     def _reject(self, verdict: VersionFault) -> VersionFault | None:
         """Roll back a version that does not serve yet, or refuse it if the pointer can't be moved."""
-        self._drop()
+        self.close()
         self._began_s = None
         if self.take_back(verdict):
             self._seen = None  # it may be chosen again before the next check
@@ -349,7 +349,7 @@ class ServedModel:
 
     def _promote(self, model: Model) -> None:
         """Put the chosen version in service and end the stage, if any: on disk first, so that a restart serves the same version."""
-        self._drop()
+        self.close()
         self._end_stage()
         self._serve(model, self._seen)
 
@@ -365,11 +365,6 @@ class ServedModel:
             in_words(model.predictor.providers),
             model.signature,
         )
-
-    def _drop(self) -> None:
-        if self.candidate is not None:
-            self.candidate.close()
-            self.candidate = None
 
     def _end_stage(self) -> None:
         self._began_s = None
