@@ -75,11 +75,12 @@ def obstacles(
         now: local time.
         before: the reason at the last reading. After heat the device must cool by 5 °C.
     """
+    is_on_battery = settings.on_mains and readings.supply.on_mains is False
     found = {
         DeclineReason.RESERVED: is_held(settings),
         DeclineReason.HOT: _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0),
         DeclineReason.THROTTLED: ", ".join(readings.hardware_throttling),
-        DeclineReason.ON_BATTERY: _battery(readings, settings),
+        DeclineReason.ON_BATTERY: "no mains power" if is_on_battery else "",
         DeclineReason.QUIET_HOURS: _quiet(settings.quiet_hours, now),
         DeclineReason.LOW_DISK: _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb),
         DeclineReason.LOW_MEMORY: _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb),
@@ -112,10 +113,6 @@ def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float)
         if zone.temperature_c >= limit_c:
             return f"{zone.name} has {zone.temperature_c:.0f} °C, must be below {limit_c:.0f} °C"
     return ""
-
-
-def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:
-    return "no mains power" if settings.on_mains and readings.supply.on_mains is False else ""
 
 
 def _quiet(spans: Sequence[str], now: datetime) -> str:

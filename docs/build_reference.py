@@ -147,17 +147,16 @@ def _api() -> Iterator[Page]:
     blocks = ["# Operator API", "`GET /openapi.json` returns this as an OpenAPI document."]
     routes = ((path, verb, route) for path, verbs in schema["paths"].items() for verb, route in verbs.items())
     for path, verb, route in routes:
-        given = [(*_settings_of(one, schema), one.get("description", "")) for one in route.get("parameters", ())]
+        given = [
+            (_code(one["name"]), one["in"], _kind(schema, one.get("schema", {})), one.get("description", ""))
+            for one in route.get("parameters", ())
+        ]
         for body in route.get("requestBody", {}).get("content", {}).values():
             fields = _settings(schema, _resolved(schema, body["schema"]))
             given += [(_code(place + name), "body", kind, text) for place, name, kind, _, text in fields]
         blocks += [f"## {verb.upper()} {path}", *_prose(route.get("description"))]
         blocks += [_table("parameter, in, type, meaning", given)]
     yield "api", blocks
-
-
-def _settings_of(parameter: Any, schema: Any) -> tuple[str, ...]:
-    return _code(parameter["name"]), parameter["in"], _kind(schema, parameter.get("schema", {}))
 
 
 def _signature(of: Any) -> str:

@@ -353,7 +353,8 @@ def options_of(
     def decorate(function: Callable[[Values, frozenset[str]], None]) -> Callable[..., None]:
         def command(ctx: typer.Context, **values: Any) -> None:
             sources = {name: ctx.get_parameter_source(name) for name in values}
-            function(values, frozenset(name for name, source in sources.items() if _is_typed(source)))
+            typed = (name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+            function(values, frozenset(typed))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -361,10 +362,6 @@ def options_of(
         return command
 
     return decorate
-
-
-def _is_typed(source: object) -> bool:
-    return getattr(source, "name", "") == "COMMANDLINE"
 
 
 def check_params(setting: Setting) -> None:

@@ -177,8 +177,7 @@ def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
     """
     mean, std = (np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1) for values in (form.mean, form.std))
     levels = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32)
-    normalised: npt.NDArray[np.float32] = (levels / np.float32(255) - mean) / std
-    return normalised
+    return (levels / np.float32(255) - mean) / std
 
 
 def network_input(batch: Sample, form: InputForm) -> Sample:
@@ -427,8 +426,7 @@ class Model(Value):
     def by_name(self, probabilities: Floats) -> Floats:
         """Probabilities [N, C] with the classes sorted by name, to compare two models."""
         classes = self.manifest.classes
-        ordered: Floats = probabilities[:, np.argsort(classes, kind="stable")] if classes else probabilities
-        return ordered
+        return probabilities[:, np.argsort(classes, kind="stable")] if classes else probabilities
 
     def predict(self, inputs: Sequence[Sample] | Sample) -> Floats:
         """Probabilities of inputs, [N, C] float32; arguments and errors as for `Predictor.run`."""
