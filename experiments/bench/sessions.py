@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Party(Value):
     bundle: Path
 
 
+@dataclass(eq=False)
 class BenchDevice:
     """One session: joins every round immediately.
 
@@ -80,17 +82,13 @@ class BenchDevice:
         receipts: the receipt of each update, by round and attempt; None while it is pending.
     """
 
-    def __init__(
-        self,
-        party: Party,
-        coordinator: VerifyKey,
-        inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]],
-        make_update: MakeUpdate,
-    ) -> None:
-        self.name = party.mqtt.identity
-        self._party = party
-        self._coordinator = coordinator
-        self._make_update = make_update
+    party: Party
+    coordinator: VerifyKey
+    inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]]
+    make_update: MakeUpdate
+
+    def __post_init__(self) -> None:
+        party, self.name = self.party, self.party.mqtt.identity
         self._key = SigningKey.load(party.bundle / "signing.key")
         self._topics = Topics(FEDERATION)
         self._transport = MqttTransport(party.mqtt)
@@ -106,7 +104,6 @@ class BenchDevice:
         self._download: DurableReceiver | None = None
         self._offer: schemas.Offer | None = None
         self._invited: set[tuple[int, int]] = set()
-        self._inbox = inbox
 
     def start(self) -> None:
         """Connect."""
@@ -115,7 +112,7 @@ class BenchDevice:
         for topic in (self._topics.down_chunk(self.name), self._topics.aggregate):
             self._transport.subscribe(topic, 0)
         self._sender.start()
-        self._transport.start(lambda item: self._inbox.put((self, item)), lambda up: self._inbox.put((self, up)))
+        self._transport.start(lambda item: self.inbox.put((self, item)), lambda up: self.inbox.put((self, up)))
 
     def close(self) -> None:
         """Disconnect."""
@@ -130,7 +127,7 @@ class BenchDevice:
         elif item.topic in (self._topics.aggregate, self._topics.down_chunk(self.name)):
             self._take_chunk(item.payload)
         else:
-            self._receive(open_envelope(item.payload, lambda _sender: self._coordinator))
+            self._receive(open_envelope(item.payload, lambda _sender: self.coordinator))
 
     def look_after(self, now: float) -> None:
         """Repeat unanswered messages, and request missing data."""
@@ -193,7 +190,7 @@ class BenchDevice:
             return
         self.receipts[position] = None
         base = self._store.path(offer.aggregate.id)
-        path = self._store.path(self._store.put(self._make_update(self.name, *position, base)))
+        path = self._store.path(self._store.put(self.make_update(self.name, *position, base)))
         ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, LIMITS.chunk_bytes))
         self._update = ChunkFile(path, ref)
         self._manifest = schemas.Manifest(**self._addressed(*position), artifact=ref)

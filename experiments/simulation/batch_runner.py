@@ -10,6 +10,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ _COLUMNS = {
 }
 
 
+@dataclass(eq=False)
 class BatchRunner:
     """Runs all runs of a batch in its folder.
 
@@ -105,22 +107,20 @@ class BatchRunner:
         runs: the runs of the folder.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        simulator: Simulator,
-        console: Console,
-        *,
-        tracks: Sequence[str] = (),
-        picture: bool = True,
-        given: Given | None = None,
-    ) -> None:
-        self._folder = folder
-        self._console = console
-        self._tracks, self._has_picture = tracks, picture
-        self._tracked: dict[str, list[Tracking]] = {}
-        self._counted_rounds: dict[str, int] = {}  # rounds of a run that are known to the bar
-        self.runs = Runs(folder, simulator, self._after_round, self._print, given)
+    folder: Path
+    simulator: Simulator
+    console: Console
+    _: KW_ONLY
+    tracks: Sequence[str] = ()
+    picture: bool = True
+    given: Given | None = None
+    _tracked: dict[str, list[Tracking]] = field(default_factory=dict, init=False)
+    _counted_rounds: dict[str, int] = field(
+        default_factory=dict, init=False
+    )  # rounds of a run that are known to the bar
+
+    def __post_init__(self) -> None:
+        self.runs = Runs(self.folder, self.simulator, self._after_round, self._print, self.given)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -128,9 +128,9 @@ class BatchRunner:
             TextColumn("rounds"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console,
+            console=self.console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not self.console.is_terminal,
             speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should cover several
         )
         self._task = self._bar.add_task("", total=0)
@@ -151,7 +151,7 @@ class BatchRunner:
         if force:
             for planned in batch.runs:
                 self.runs.forget(planned)
-        done = [planned for planned in batch.runs if has_record(self._folder, planned)]
+        done = [planned for planned in batch.runs if has_record(self.folder, planned)]
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
             is_lacking = planned.keep_updates and not self.runs.recording(planned).exists()
@@ -164,15 +164,15 @@ class BatchRunner:
             outcomes = [self._one(planned) for planned in todo]
         records = [outcome for outcome in outcomes if not isinstance(outcome, FailedRun)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, FailedRun)]
-        write_failures(self._folder, failed)
+        write_failures(self.folder, failed)
         return records, failed
 
     def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
         setting = planned.setting
         self._bar.update(self._task, description=_shown(setting.name))
         try:
-            tracked = self._tracked_run(planned) if self._tracks else None
-            self._tracked[setting.name] = [Tracking(track, tracked) for track in self._tracks if tracked]
+            tracked = self._tracked_run(planned) if self.tracks else None
+            self._tracked[setting.name] = [Tracking(track, tracked) for track in self.tracks if tracked]
             record = self.runs.run(planned)
             files = [{"file": file.name, "sha256": file_sha256(file)} for file in self.runs.files(planned)]
             clients = [
@@ -182,7 +182,7 @@ class BatchRunner:
             for tracking in self._tracked[setting.name]:
                 tracking.finish({"clients": clients, "files": files})
         except Exception as error:  # noqa: BLE001 - one failed run does not stop the batch; it is recorded and printed
-            trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
+            trace = self.folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
             self._print(f"{setting.name}: failed: {told(error)} (where: {trace})")
@@ -192,9 +192,9 @@ class BatchRunner:
                 tracking.close()
             self._bar.update(self._task, advance=setting.rounds - self._counted_rounds[setting.name])
         self._print(f"{setting.name}: {_figures(record)}")
-        write_tables(self._folder)
-        if self._has_picture:
-            draw_curves(self._folder)
+        write_tables(self.folder)
+        if self.picture:
+            draw_curves(self.folder)
         return record
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
@@ -203,12 +203,12 @@ class BatchRunner:
             tracking.add(now.rounds, figures)
         self._counted_rounds[name] += 1
         self._bar.update(self._task, advance=1, description=f"{_shown(name)}, round {now.rounds}")
-        if not self._console.is_terminal:
+        if not self.console.is_terminal:
             self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(figures)}")
 
     def _tracked_run(self, planned: PlannedRun) -> TrackedRun:
         """Return the run for trackers; a resumed run keeps its identity."""
-        setting, kept = planned.setting, self._folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
+        setting, kept = planned.setting, self.folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
         is_continued = self.runs.done_rounds(planned) > 0 and kept.exists()
         if not is_continued:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ class BatchRunner:
         return TrackedRun(setting.name, kept.read_text(), setting.published, is_continued)
 
     def _print(self, line: str) -> None:
-        self._console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _shown(name: str) -> str:
