@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from experiments.data.deal import ClientPictures, DealOptions, deal_out, draw_unheld
 from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
 from experiments.errors import SourceError
-from fedcg.learning.data.image_folder import split_by_hash
+from fedcg.learning.data.image_folder import LocalImages, split_by_hash
 from fedcg.learning.data.sources import decode_image, empty_rows, fit_row
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
@@ -113,11 +113,6 @@ def _client_data(pictures: ClientPictures, reader: _Reader) -> ClientData:
     return ClientData(train_set, val_set, test.images)
 
 
-class _Read(Value):
-    images: ImageSet
-    entries: tuple[FileEntry, ...]
-
-
 class _Reader:
     """Reads pictures into image sets and records unreadable ones."""
 
@@ -125,14 +120,14 @@ class _Reader:
         self._form, self._classes = form, classes
         self._skipped: dict[str, SkippedImage] = {}
         # By identity: a deal, which lives longer, may give all clients one test set.
-        self._unhashed: dict[int, _Read] = {}
+        self._unhashed: dict[int, LocalImages] = {}
 
     @property
     def skipped(self) -> tuple[SkippedImage, ...]:
         """The unreadable images, each once."""
         return tuple(self._skipped.values())
 
-    def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> _Read:
+    def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> LocalImages:
         """Decode in the order in which an agent reads its folder, by `CLASS/NAME`; each picture only once."""
         if not is_hashed and id(pictures) in self._unhashed:
             return self._unhashed[id(pictures)]
@@ -151,7 +146,7 @@ class _Reader:
         """Decode pictures in the given order: [N, *tensor_shape]."""
         return self._decoded([(picture.where, 0, picture) for picture in pictures], is_hashed=False).images.images
 
-    def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> _Read:
+    def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> LocalImages:
         pixels = empty_rows(len(named), self._form)
         entries: list[FileEntry] = []
         for path, label, picture in named:
@@ -162,4 +157,4 @@ class _Reader:
             pixels[len(entries)], sha256 = found
             entries.append(FileEntry(path, sha256, label))
         labels = torch.tensor([entry.label for entry in entries], dtype=torch.int64)
-        return _Read(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), tuple(entries))
+        return LocalImages(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), entries)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +37,7 @@ from experiments.demo.run_folder import LOOPBACK, Run, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
 from experiments.settings import FEDERATION, root_secret
+from fedcg.config_file import set_values
 from fedcg.files import READABLE, replace_durably
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -163,25 +163,20 @@ class Demo:
 
     def _start_agent(self, processes: Children, client: str) -> Child:
         config = self._run.bundle(client) / "agent.toml"
-        settings: dict[str, object] = {
-            "data.root": f"../../data/{client}",
-            "data.common_test": "../../data/common",
-            "training.shadow_every": 1,
-            "training.threads": 1,
+        settings: dict[tuple[str, str], str | bool | float | list[str]] = {
+            ("data", "root"): f"../../data/{client}",
+            ("data", "common_test"): "../../data/common",
+            ("training", "shadow_every"): 1,
+            ("training", "threads"): 1,
             # All devices share one machine here: benchmarks would be meaningless, and exports would delay training.
-            "export.variants": False,
-            "export.each_best": False,
-            "policy.allow_upload": sorted(part.value for part in self._allowed[0]),
-            "policy.allow_report": sorted(field.value for field in self._allowed[1]),
+            ("export", "variants"): False,
+            ("export", "each_best"): False,
+            ("policy", "allow_upload"): sorted(part.value for part in self._allowed[0]),
+            ("policy", "allow_report"): sorted(field.value for field in self._allowed[1]),
         }
         if len(names := self._backbones) > 1:
-            settings["training.backbone"] = names[self._clients.index(client) % len(names)]
-        text = config.read_text()
-        for name, value in settings.items():  # in the file, so that the agent can be restarted by hand
-            table, _, key = name.partition(".")
-            text = re.sub(rf"(?m)^{key} = .*\n", "", text)
-            text = text.replace(f"[{table}]\n", f"[{table}]\n{key} = {json.dumps(value)}\n", 1)
-        config.write_text(text)
+            settings["training", "backbone"] = names[self._clients.index(client) % len(names)]
+        config.write_text(set_values(config.read_text(), settings))  # so that the agent can be restarted by hand
         return processes.fork(client, "agent", "run", "--config", config, "--until-finished")
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:

@@ -10,7 +10,6 @@ process group, like a newly started process.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -25,9 +24,9 @@ import psutil
 
 from experiments.errors import ProcessError
 from fedcg.values import Value
+from fedcg.worker_process import die_with_parent
 
 PRELOADED = ("coordinator.cli.coordinator_commands", "edge_client.agent.run", "edge_client.cli.agent_commands")
-_PR_SET_PDEATHSIG = 1
 STOP_S = 8.0
 POLL_S = 0.03
 TAIL_LINES = 15
@@ -59,8 +58,7 @@ def run_command(*arguments: str) -> None:
 def _run(target: Callable[..., object], arguments: tuple[str, ...], environment: Mapping[str, str], log: Path) -> None:
     """Run in a forked process."""
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(os.getppid(), signal.SIGTERM)
     os.environ.update(environment)
     with Path(os.devnull).open("rb") as nothing, log.open("ab") as output:
         os.dup2(nothing.fileno(), 0)
