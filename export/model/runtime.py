@@ -291,7 +291,7 @@ class Predictor:
         self._form = form
         self._input = INPUT_NAME if isinstance(form, ImageForm) else NETWORK_INPUT
         self._session = session
-        self._check_signature(name)
+        self._check()
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -323,7 +323,8 @@ class Predictor:
         sides = [np.concatenate(side) for side in zip(*found, strict=True)]
         return Outputs(sides[0], sides[-1])
 
-    def _check_signature(self, name: str) -> None:
+    def _check(self) -> None:
+        """Check inputs and outputs, and the form in the file's metadata: shapes are not enough, since a model takes pixels of any size."""
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
         outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
         kind = "float" if self.dtype == np.float32 else "uint8"
@@ -331,20 +332,17 @@ class Predictor:
         given = [(self.class_count,)] * 2 if self.class_count else [outputs[0][2] if outputs else ()]
         expected = ([taken], [(name, "tensor(float)", shape) for name, shape in zip(self._outputs, given, strict=True)])
         if (inputs, outputs) != expected:
-            raise ManifestError(f"{name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}")
-        self._check_form(name)
-
-    def _check_form(self, name: str) -> None:
-        """Check the form in the file's metadata. Shapes are not enough, since a model takes pixels of any size."""
-        form = self._form
-        wanted = form.model_dump(mode="json")
+            raise ManifestError(
+                f"{self.name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}"
+            )
+        wanted = self._form.model_dump(mode="json")
         stated = self._session.get_modelmeta().custom_metadata_map.get("input", "")
         try:
             is_right = json.loads(stated) == wanted
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(f"{name}: is for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
+            raise ManifestError(f"{self.name}: is for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
 
 
 def predictor_of(
