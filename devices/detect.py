@@ -47,16 +47,11 @@ class Soc(BaseModel, frozen=True, extra="forbid"):
 
 
 class Module(BaseModel, frozen=True, extra="forbid"):
-    """A Jetson module, by its part number."""
+    """A Jetson module, by its part number. The system reports less than its installed memory, because firmware reserves some."""
 
     name: str
     soc: str
     memory_gb: Annotated[int, Field(gt=0)]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Installed memory. The system reports less, because firmware reserves some."""
-        return self.memory_gb * GB
 
 
 class Kind(BaseModel, frozen=True, extra="forbid"):
@@ -174,7 +169,7 @@ def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -
     """The integrated GPU: the driver's values, completed from the catalogue. Its memory is the system's memory."""
     return Gpu(
         name=reported.name if reported else f"{jetson.soc.family} (integrated)",
-        memory_bytes=memory if memory is not None else (jetson.module.memory_bytes if jetson.module else None),
+        memory_bytes=memory if memory is not None else (jetson.module.memory_gb * GB if jetson.module else None),
         compute_capability=(reported.compute_capability if reported else None) or jetson.soc.compute_capability,
         driver=reported.driver if reported else None,
         shares_memory=True,

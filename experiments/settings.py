@@ -221,12 +221,9 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
 
     def _backbone(self, name: str) -> dict[str, object]:
         """Return another backbone of the plan; a single file of weights belongs to the first."""
-        where = (
-            self.weights
-            if self.weights == split_names.RANDOM or (self.weights and Path(self.weights).is_dir())
-            else None
-        )
-        return {"name": name, "weights": self._weights(name.partition("@")[0], where), "freeze": self.freeze}
+        is_for_all = self.weights == split_names.RANDOM or (self.weights and Path(self.weights).is_dir())
+        weights = self._weights(name.partition("@")[0], self.weights if is_for_all else None)
+        return {"name": name, "weights": weights, "freeze": self.freeze}
 
     def input_form(self, source: Source) -> spec.InputForm:
         """Return size and normalisation for grey or colour images; tensors are not normalised."""

@@ -138,7 +138,7 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
             check_track(options.track)
             tracks.append(options.track)
         if options.resume is None or options.keep_updates is not None:
-            _remember(batch, folder, force=options.force)
+            save_batch(batch, folder, force=options.force)
         _run(batch, folder, options, tracks)
 
 
@@ -218,13 +218,6 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     return Batch(runs=runs)
 
 
-def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
-    try:
-        save_batch(batch, folder, force=force)
-    except OSError as error:
-        raise OptionError(f"--out {folder}: not writable ({error.strerror}); choose another folder") from error
-
-
 def _check(batch: Batch) -> None:
     """Stop the command before anything starts if a method, a network, the data or a partition is unavailable."""
     settings = [run.setting for run in batch.runs]
@@ -268,9 +261,8 @@ def _check_network(setting: RunSetting, source: Source) -> None:
     from fedcg.learning.mechanisms.protected_round import check_mechanisms
     from fedcg.learning.networks.plans import complete_spec
 
-    check_mechanisms(
-        complete_spec(plan_from_mapping(setting.plan(source))), get_method(setting.method), setting.privacy
-    )
+    spec = complete_spec(plan_from_mapping(setting.plan(source)))
+    check_mechanisms(spec, get_method(setting.method), setting.privacy)
 
 
 def _check_defence(setting: RunSetting, source: Source) -> None:

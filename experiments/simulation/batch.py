@@ -28,22 +28,9 @@ _BATCH_FILE = "batch.json"
 _KEPT_ROUNDS = r"^(all|\d{1,6}(,\d{1,6})*)$"
 # Options that set a parameter of every method, and that parameter's name.
 PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size": "batch_size", "lr": "lr"}
-_NO_REDUCTION = frozenset(
-    {
-        "params",
-        "defence_params",
-        *PARAM_OPTIONS,
-        "quick",
-        "data",
-        "device",
-        "threads",
-        "evaluate_every",
-        "shadow",
-        "seed",
-        "variant",
-        "paper",
-    }
-)
+_NO_REDUCTION = frozenset(PARAM_OPTIONS) | {
+    "params", "defence_params", "quick", "data", "device", "threads", "evaluate_every", "shadow", "seed", "variant", "paper",
+}  # fmt: skip
 
 
 GONE = (("precision", "f32"), ("early_stop", None))
@@ -285,7 +272,7 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
 
     Raises:
         OptionError: an earlier run of the same name had another setting, or other data, which its record would not
-        show; nothing was written.
+        show, or the folder is not writable; nothing was written.
     """
     known = _known_runs(folder)
     for run in batch.runs:
@@ -299,9 +286,12 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
             )
     runs = {**known, **{run.setting.name: run for run in batch.runs}}
     state = folder / STATE_FOLDER
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = Batch(runs=tuple(runs.values())).model_dump(mode="json")
-    replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
+    except OSError as error:
+        raise OptionError(f"--out {folder}: not writable ({error.strerror}); choose another folder") from error
 
 
 def record_path(folder: Path, run: PlannedRun) -> Path:

@@ -22,7 +22,6 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import Facts, defended, featured, party_of, roots_of
 from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
-from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, Simulation, beginning
@@ -115,7 +114,9 @@ class Runs:
         torch.set_num_threads(setting.threads)
         spec, real = self._cohort_of(setting)
         cohort, facts = self._defence_of(setting, real)
-        auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
+        auxiliary = None
+        if planned.keep_updates and self._opened is not None:  # given clients have no source
+            auxiliary = unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
         seen = self._features_of(setting, spec, cohort)
         own = {} if self.given is None else self.given.own
         party = party_of(setting, spec, cohort, own)
@@ -200,13 +201,6 @@ class Runs:
             )
             self._featured = key, featured(cohort, spec, setting.device)
         return self._featured[1]
-
-    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet | None:
-        """Return images of the opened source that no client holds; None if the clients are given."""
-        if self.given is not None:
-            return None
-        assert self._opened is not None
-        return unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
 
     def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
         return Checkpoints(self.folder / STATE_FOLDER / planned.setting.name, planned.setting)
