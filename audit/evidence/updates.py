@@ -148,7 +148,7 @@ class RecordedUpdates(Value):
     def _aggregate(self, id_: str, secret: bytes | None) -> Aggregate:
         decoded = self._decoded(id_)
         parts, header = _readable(decoded.parts), decoded.header
-        opened, refusals = set[Part](), list[WireError]()
+        opened, refused = set[Part](), None
         for one in sorted({some.parts for some in header.sums} if secret is not None else ()):
             sealed = cast("Mapping[str, Numbers]", decoded.parts[Part.SEALED])
             groups = [some for some in header.sums if some.parts == one]
@@ -159,11 +159,9 @@ class RecordedUpdates(Value):
                 parts |= to_weights(means)
                 opened |= means.keys()
             except WireError as error:
-                refusals.append(error)
-        if refusals and not opened:  # else the sum is from before `fedcg cohort renew`; this attacker does not use it
-            raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {refusals[0]}") from refusals[
-                0
-            ]
+                refused = refused or error
+        if refused and not opened:  # else the sum is from before `fedcg cohort renew`; this attacker does not use it
+            raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {refused}") from refused
         return Aggregate(parts, header.label_distribution)
 
     def _decoded(self, id_: str, base: Base | None = None) -> Artifact:
