@@ -1,15 +1,15 @@
 """`fedcg audit`: record the traffic of a broker, check the recording against private weights, attack what was sent."""
 
-import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from audit.options import AuditOptions
 from fedcg.errors import FAILED, NOT_MET
-from fedcg.terminal import AsJson, Result, print_data, prints
+from fedcg.terminal import AsJson, Result, print_data, prints, with_options
 from fedcg.text_output import table
 
 if TYPE_CHECKING:
@@ -85,53 +85,7 @@ def compare(
     return result.record(), result.summary(), 0 if result.is_clean else NOT_MET
 
 
-@app.command()
-@prints
-def run(
-    updates: Annotated[Path, typer.Option(help="an observer's folder, or a coordinator's home or artifacts")],
-    data: Annotated[
-        Path, typer.Option(help="the device's images, as its agent has them; the ground truth, never sent")
-    ],
-    out: Annotated[
-        Path, typer.Option(help="folder for report.html and report.json; an interrupted audit resumes there")
-    ],
-    private: Annotated[
-        Path | None, typer.Option(help="the agent's store (or a simulation's file), for ceilings and single batches")
-    ] = None,
-    held_out: Annotated[Path | None, typer.Option(help="more images of the device that it never trained on")] = None,
-    auxiliary: Annotated[
-        Path | None, typer.Option(help="labelled images of the same kind, as an attacker could have")
-    ] = None,
-    cohort: Annotated[
-        Path | None,
-        typer.Option(help="the cohort's secret (secrets/cohort.key of a store): assume that one other device colludes"),
-    ] = None,
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="a privacy mechanism of the device, KEY=VALUE as in its agent.toml; repeat for more; for epsilon"
-        ),
-    ] = None,
-    federation: Annotated[str | None, typer.Option(help="federation to audit, if there are several")] = None,
-    client: Annotated[str | None, typer.Option(help="client whose update to audit, if there are several")] = None,
-    round_number: Annotated[
-        int | None, typer.Option("--round", min=1, help="round to audit; default: the last in which the client trained")
-    ] = None,
-    attacks: Annotated[
-        list[str] | None,
-        typer.Option(help="names, separated by commas, or repeat the option; default: all (`fedcg audit attacks`)"),
-    ] = None,
-    effort: Annotated[
-        Literal["quick", "default", "thorough"], typer.Option(help="at most 3 min, at most 20 min, hours")
-    ] = "default",
-    seed: Annotated[int, typer.Option(help="seed of all random numbers")] = 0,
-    processes: Annotated[int | None, typer.Option(min=1, help="parallel attacks; default: one per CPU")] = None,
-    gate: Annotated[
-        str,
-        typer.Option(help="bounds, e.g. mia_auc<0.75 (take bounds from your own reports); exit code 8 if one fails"),
-    ] = "",
-    force: Annotated[bool, typer.Option("--force", help="discard the audit in the folder")] = False,
-) -> Result:
+def run_command(**given: Any) -> Result:
     """Attack the update of a device in a round, and report what leaked.
 
     The report lists the attacks that were tried, their gain over the best guess, and the attacks that were not tried.
@@ -142,26 +96,23 @@ def run(
     """
     from rich.console import Console
 
-    from audit.attacks.attack import Effort
     from audit.report import PAGE_FILE
-    from audit.run import AuditOptions, run_audit
+    from audit.run import run_audit
 
-    names = tuple(filter(None, (name.strip() for given in attacks or () for name in given.split(","))))
-    options = AuditOptions(
-        updates, data, out, private, held_out, auxiliary, federation, client, round_number, names, Effort(effort), seed,
-        processes or len(os.sched_getaffinity(0)), gate, force, cohort, tuple(mechanism or ()),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    done = run_audit(options, console)
+    options = AuditOptions(**given)
+    done = run_audit(options, Console(stderr=True))
     lines = [f"{finding.attack.title}: {finding.summary()}" for finding in done.findings]
     lines += [
         f"gate {verdict.condition}: {'passed' if verdict.passed else 'FAILED'}, {verdict.why}"
         for verdict in done.verdicts
     ]
-    is_beyond = not all(verdict.passed for verdict in done.verdicts)
-    code = NOT_MET if is_beyond else FAILED if done.failed else 0
-    lines.append(f"the audit took {done.report['subject']['seconds']:.0f} s; report: {out / PAGE_FILE}")
+    has_failed = any(finding.outcome.has_failed for finding in done.findings)
+    code = NOT_MET if not all(verdict.passed for verdict in done.verdicts) else FAILED if has_failed else 0
+    lines.append(f"the audit took {done.report['subject']['seconds']:.0f} s; report: {options.out / PAGE_FILE}")
     return done.report, "\n".join(lines), code
+
+
+app.command("run", help=run_command.__doc__)(prints(with_options(run_command, AuditOptions)))
 
 
 @app.command(name="attacks")

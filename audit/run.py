@@ -6,7 +6,6 @@ Each outcome is written as soon as its attack is done.
 import hashlib
 import os
 import pickle
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -26,6 +25,7 @@ from audit.choices import parse_gate
 from audit.errors import CaptureError, TruthError
 from audit.evidence import Case, RecordedUpdates, joined, own_view, read_secret, read_truth, read_updates, with_images
 from audit.measures import Outcome
+from audit.options import AuditOptions as AuditOptions
 from audit.report import Finding, GateResult, findings_of, judge, subject_of, write_report
 from fedcg.child_python import spawning
 from fedcg.files import replace_durably
@@ -177,46 +177,12 @@ def _as_completed(
             return
 
 
-class AuditOptions(Value):
-    """The options of `fedcg audit run`."""
-
-    updates: Path
-    data: Path
-    out: Path
-    private: Path | None = None
-    held_out: Path | None = None
-    auxiliary: Path | None = None
-    federation: str | None = None
-    client: str | None = None
-    round: int | None = None
-    attacks: tuple[str, ...] = ()
-    effort: Effort = Effort.DEFAULT
-    seed: int = 0
-    processes: int = 2
-    gate: str = ""
-    force: bool = False
-    cohort: Path | None = None
-    mechanism: tuple[str, ...] = ()
-
-    def command(self) -> str:
-        """Return the command that repeats the audit."""
-        words = ["fedcg", "audit", "run"]
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value == option.default or option.name in ("processes", "force"):
-                continue
-            for one in value if isinstance(value, tuple) else (value,):
-                words += [f"--{option.name.replace('_', '-')}", str(getattr(one, "value", one))]
-        return shlex.join(words)
-
-
 class Audited(Value):
-    """The outcome of an audit: the content of `report.json`, the verdicts of its gates, and the attacks that failed."""
+    """The outcome of an audit: the content of `report.json`, its findings, and the verdicts of its gates."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
     verdicts: tuple[GateResult, ...]
-    failed: tuple[Outcome, ...]
 
 
 def run_audit(options: AuditOptions, console: Console) -> Audited:
@@ -226,23 +192,23 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
         AuditError: an option, the evidence or the truth can't be used; no attack was run.
         DataError: images can't be read.
     """
-    started, attacks, conditions = time.monotonic(), chosen_attacks(options.attacks), parse_gate(options.gate)
+    names = [name.strip() for given in options.attacks or () for name in given.split(",") if name.strip()]
+    started, attacks, conditions = time.monotonic(), chosen_attacks(names), parse_gate(options.gate)
+    effort, processes = Effort(options.effort), options.processes or len(os.sched_getaffinity(0))
     recorded = read_updates(options.updates, options.federation)
     case = case_of(options, recorded)
     folder = AuditFolder(options.out, identity_of(options, case), force=options.force)
     with progress_bars(console, [attack.name for attack in attacks]) as (advance, finish):
-        outcomes = carry_out(
-            case, attacks, options.effort, options.processes, folder=folder, on_progress=advance, on_done=finish
-        )
+        outcomes = carry_out(case, attacks, effort, processes, folder=folder, on_progress=advance, on_done=finish)
     findings = findings_of(attacks, outcomes)
     verdicts = judge(conditions, outcomes)
-    settings = {"effort": options.effort.value, "seed": options.seed}
+    settings = {"effort": options.effort, "seed": options.seed}
     store = options.private if options.private is not None and options.private.is_dir() else None
-    resumed = sum(one.seconds for one in outcomes) / options.processes
+    resumed = sum(one.seconds for one in outcomes) / processes
     seconds = max(time.monotonic() - started, resumed)
     subject = subject_of(case, recorded.gaps, settings, options.command(), store, seconds)
     report = write_report(options.out, subject, findings, verdicts)
-    return Audited(report, findings, verdicts, tuple(one for one in outcomes if one.has_failed))
+    return Audited(report, findings, verdicts)
 
 
 def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
@@ -264,7 +230,7 @@ def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     if auxiliary is not None and options.auxiliary is not None:
         own = joined(truth.train, truth.held_out)
         _check_apart(options.auxiliary, auxiliary, own, "which no attacker has", "--auxiliary")
-    view, privacy = replace(view, spec=with_images(view.spec)), parse_mechanisms(options.mechanism)
+    view, privacy = replace(view, spec=with_images(view.spec)), parse_mechanisms(options.mechanism or ())
     is_private = options.private is not None and (options.private / "privacy.json").exists()
     truth = replace(truth, privacy=None if is_private and privacy.dp_sgd is None else privacy)
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
@@ -287,7 +253,7 @@ def identity_of(options: AuditOptions, case: Case) -> dict[str, Any]:
         "format": 3,
         "version": version("fedcg-edge"),
         "program": None if program is None else program.digest(),
-        "effort": options.effort.value,
+        "effort": options.effort,
         "seed": options.seed,
         "contents": content_sha256((*known, view.auxiliary, view.colluder, case.truth)),
     }

@@ -47,16 +47,11 @@ class Soc(BaseModel, frozen=True, extra="forbid"):
 
 
 class Module(BaseModel, frozen=True, extra="forbid"):
-    """A Jetson module, by its part number."""
+    """A Jetson module, by its part number. The system reports less than its installed memory, because firmware reserves some."""
 
     name: str
     soc: str
     memory_gb: Annotated[int, Field(gt=0)]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Installed memory. The system reports less, because firmware reserves some."""
-        return self.memory_gb * GB
 
 
 class Kind(BaseModel, frozen=True, extra="forbid"):
@@ -130,7 +125,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     asked = nvml_gpu() if live else None
     catalogue, compatible = load_catalogue(), files.compatible(root)
     jetson, kind = catalogue.identify(compatible), catalogue.kind_of(compatible)
-    memory = _least(files.meminfo(root, "MemTotal"), files.memory_limit(root))
+    memory = files.least(files.meminfo(root, "MemTotal"), files.memory_limit(root))
     l4t = files.l4t_release(root)
     gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
     return DeviceProfile(
@@ -149,15 +144,11 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     )
 
 
-def _least(*values: int | None) -> int | None:
-    return min((value for value in values if value is not None), default=None)
-
-
 def _usable_cpus(root: Path, *, live: bool) -> int | None:
     quota = files.cpu_limit(root)
     # sched_getaffinity only exists on Linux.
     affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
-    return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
+    return files.least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
 
 
 def _kind(jetson: KnownJetson | None, gpu: Gpu | None) -> DeviceKind:
@@ -178,7 +169,7 @@ def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -
     """The integrated GPU: the driver's values, completed from the catalogue. Its memory is the system's memory."""
     return Gpu(
         name=reported.name if reported else f"{jetson.soc.family} (integrated)",
-        memory_bytes=memory if memory is not None else (jetson.module.memory_bytes if jetson.module else None),
+        memory_bytes=memory if memory is not None else (jetson.module.memory_gb * GB if jetson.module else None),
         compute_capability=(reported.compute_capability if reported else None) or jetson.soc.compute_capability,
         driver=reported.driver if reported else None,
         shares_memory=True,

@@ -75,17 +75,18 @@ def obstacles(
         now: local time.
         before: the reason at the last reading. After heat the device must cool by 5 °C.
     """
-    found = (
-        _reason(DeclineReason.RESERVED, is_held(settings)),
-        _reason(DeclineReason.HOT, _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0)),
-        _reason(DeclineReason.THROTTLED, ", ".join(readings.hardware_throttling)),
-        _reason(DeclineReason.ON_BATTERY, _battery(readings, settings)),
-        _reason(DeclineReason.QUIET_HOURS, _quiet(settings.quiet_hours, now)),
-        _reason(DeclineReason.LOW_DISK, _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb)),
-        _reason(DeclineReason.LOW_MEMORY, _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb)),
-        _reason(DeclineReason.METERED, _metered(readings, settings)),
-    )
-    return tuple(reason for reason in found if reason is not None)
+    is_on_battery = settings.on_mains and readings.supply.on_mains is False
+    found = {
+        DeclineReason.RESERVED: is_held(settings),
+        DeclineReason.HOT: _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0),
+        DeclineReason.THROTTLED: ", ".join(readings.hardware_throttling),
+        DeclineReason.ON_BATTERY: "no mains power" if is_on_battery else "",
+        DeclineReason.QUIET_HOURS: _quiet(settings.quiet_hours, now),
+        DeclineReason.LOW_DISK: _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb),
+        DeclineReason.LOW_MEMORY: _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb),
+        DeclineReason.METERED: _metered(readings, settings),
+    }
+    return tuple(Reason(obstacle, detail) for obstacle, detail in found.items() if detail)
 
 
 def is_held(settings: EligibilitySettings) -> str:
@@ -106,20 +107,12 @@ def no_time(left_s: float, round_s: float | None) -> Reason | None:
     return Reason(DeclineReason.NO_TIME, f"the last round took {round_s:.0f} s here, but only {left_s:.0f} s are left")
 
 
-def _reason(obstacle: DeclineReason, detail: str) -> Reason | None:
-    return Reason(obstacle, detail) if detail else None
-
-
 def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float) -> str:
     for zone in readings.zones:
         limit_c = min(zone.limit_c, settings.max_temperature_c or zone.limit_c) - cools_by_c
         if zone.temperature_c >= limit_c:
             return f"{zone.name} has {zone.temperature_c:.0f} °C, must be below {limit_c:.0f} °C"
     return ""
-
-
-def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:
-    return "no mains power" if settings.on_mains and readings.supply.on_mains is False else ""
 
 
 def _quiet(spans: Sequence[str], now: datetime) -> str:

@@ -144,8 +144,12 @@ def memory_left(root: Path) -> int | None:
 
 def free_memory(root: Path) -> int | None:
     """Bytes that this process can allocate without swapping, within the system, its control groups and its own limit (`ulimit -v`)."""
-    left = [meminfo(root, "MemAvailable"), memory_left(root), _address_space_left(root)]
-    return min((size for size in left if size is not None), default=None)
+    return least(meminfo(root, "MemAvailable"), memory_left(root), _address_space_left(root))
+
+
+def least(*values: int | None) -> int | None:
+    """The smallest of the known values; None without any."""
+    return min((value for value in values if value is not None), default=None)
 
 
 def _address_space_left(root: Path) -> int | None:

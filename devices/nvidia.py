@@ -45,11 +45,8 @@ def torch_obstacle() -> str:
     """Why the installed torch can't use a GPU, with the remedy; empty if it was built for CUDA or is not installed. Imports nothing."""
     found = find_spec("torch")
     for folder in () if found is None else found.submodule_search_locations or ():
-        facts = dict(
-            re.findall(
-                r"^(__version__|cuda)\b[^=\n]*=\s*(\S+)", read_text(Path(folder), "version.py") or "", re.MULTILINE
-            )
-        )
+        text = read_text(Path(folder), "version.py") or ""
+        facts = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*=\s*(\S+)", text, re.MULTILINE))
         if facts.get("cuda") == "None":
             version = facts.get("__version__", "").strip("'\"")
             return (

@@ -83,27 +83,25 @@ def read_rails(root: Path) -> tuple[Rail, ...]:
     """All rails of the INA monitors: voltage times current from `ina3221`, or the power directly (`ina2xx`)."""
     rails = []
     for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
-        monitor = f"sys/class/hwmon/{folder.name}"
-        chip = read_text(root, f"{monitor}/name") or ""
+        chip = read_text(folder, "name") or ""
         if not chip.startswith("ina"):
             continue
         numbers = sorted(int(found[1]) for path in folder.glob("*_input") if (found := _CHANNEL.match(path.name)))
         for number in dict.fromkeys(numbers):
-            watts = _watts(root, monitor, number)
+            watts = _watts(folder, number)
             names = (f"in{number}_label", f"power{number}_label", *(("label",) if len(set(numbers)) == 1 else ()))
-            label = next((text for name in names if (text := read_text(root, f"{monitor}/{name}"))), None)
+            label = next((text for name in names if (text := read_text(folder, name))), None)
             if watts is not None and label != _NOT_CONNECTED:
                 rails.append(Rail(label or f"{chip} {number}", watts))
     return tuple(rails)
 
 
-def _watts(root: Path, monitor: str, number: int) -> float | None:
+def _watts(monitor: Path, number: int) -> float | None:
     """Watts of a channel. hwmon reports microwatts, or millivolts of the bus and milliamperes."""
-    microwatts = read_int(root, f"{monitor}/power{number}_input")
+    microwatts = read_int(monitor, f"power{number}_input")
     if microwatts is not None:
         return microwatts / 1e6
-    millivolts = read_int(root, f"{monitor}/in{number}_input")
-    milliamperes = read_int(root, f"{monitor}/curr{number}_input")
+    millivolts, milliamperes = read_int(monitor, f"in{number}_input"), read_int(monitor, f"curr{number}_input")
     # ina3221 has only bus voltages in1 to in3. curr4 is a sum that would count the rails twice.
     if millivolts is None or milliamperes is None or number > 3:
         return None
@@ -114,14 +112,13 @@ def read_supply(root: Path) -> Supply:
     """Mains, USB, batteries and UPS of the device, without those of mice and other peripherals."""
     supplies, batteries = [], []
     for folder in sorted((root / "sys/class/power_supply").glob("*")):
-        name = f"sys/class/power_supply/{folder.name}"
-        kind = read_text(root, f"{name}/type")
-        if read_text(root, f"{name}/scope") == "Device":
+        kind = read_text(folder, "type")
+        if read_text(folder, "scope") == "Device":
             continue
         if kind in ("Mains", "USB"):
-            supplies.append((kind, read_int(root, f"{name}/online")))
+            supplies.append((kind, read_int(folder, "online")))
         elif kind in ("Battery", "UPS"):
-            batteries.append((read_int(root, f"{name}/capacity"), read_text(root, f"{name}/status") == "Discharging"))
+            batteries.append((read_int(folder, "capacity"), read_text(folder, "status") == "Discharging"))
     is_discharging = any(discharging for _, discharging in batteries)
     charges = [percent for percent, _ in batteries if percent is not None]
     return Supply(_on_mains(supplies, batteries, is_discharging), min(charges, default=None), is_discharging)

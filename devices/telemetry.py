@@ -8,8 +8,8 @@ clocks to keep a power mode or a passive trip point, as designed. Hardware lower
 temperature.
 """
 
-import os
 import re
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -44,9 +44,8 @@ def read_causes(root: Path) -> Causes:
     """The causes reported in sysfs."""
     software = []
     for folder in sorted((root / "sys/class/thermal").glob("cooling_device*")):
-        name = f"sys/class/thermal/{folder.name}"
-        kind = read_text(root, f"{name}/type") or ""
-        if _CLOCKS.search(kind) and (read_int(root, f"{name}/cur_state") or 0) > 0:
+        kind = read_text(folder, "type") or ""
+        if _CLOCKS.search(kind) and (read_int(folder, "cur_state") or 0) > 0:
             software.append(f"{kind} cools")
     bits = _pi_bits(root)
     software += [cause for bit, cause in _PI_SOFTWARE.items() if bits >> bit & 1]
@@ -57,7 +56,7 @@ def read_causes(root: Path) -> Causes:
 
 def _pi_bits(root: Path) -> int:
     for path in sorted((root / "sys/devices/platform").glob("soc*/*firmware/get_throttled")):
-        text = read_text(root, str(path.relative_to(root))) or ""
+        text = read_text(path.parent, path.name) or ""
         if re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text):
             return int(text, 16)
     return 0
@@ -67,8 +66,7 @@ def read_cpu_mhz(root: Path) -> tuple[int, int] | None:
     """(current clock, maximum clock) in MHz of the fastest group of CPUs; None if not reported."""
     read = []
     for folder in sorted((root / "sys/devices/system/cpu/cpufreq").glob("policy*")):
-        name = f"sys/devices/system/cpu/cpufreq/{folder.name}"
-        now, most = read_int(root, f"{name}/scaling_cur_freq"), read_int(root, f"{name}/cpuinfo_max_freq")
+        now, most = read_int(folder, "scaling_cur_freq"), read_int(folder, "cpuinfo_max_freq")
         if now is not None and most is not None:
             read.append((now // 1000, most // 1000))
     return max(read, key=lambda pair: pair[1], default=None)
@@ -77,16 +75,12 @@ def read_cpu_mhz(root: Path) -> tuple[int, int] | None:
 def read_counters(root: Path) -> dict[str, int]:
     """Events since boot: Jetson's over-current alarms, and thermal throttling of x86 packages."""
     found = {}
-    for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
-        for path in sorted(folder.glob("oc*_event_cnt")):
-            count = read_int(root, f"sys/class/hwmon/{folder.name}/{path.name}")
-            if count is not None:
-                found[f"{OVER_CURRENT} {path.name.removesuffix('_event_cnt')}"] = count
-    counts = [
-        count
-        for path in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/package_throttle_count")
-        if (count := read_int(root, str(path.relative_to(root)))) is not None
-    ]
+    for path in sorted((root / "sys/class/hwmon").glob("hwmon*/oc*_event_cnt")):
+        count = read_int(path.parent, path.name)
+        if count is not None:
+            found[f"{OVER_CURRENT} {path.name.removesuffix('_event_cnt')}"] = count
+    folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle")
+    counts = [count for one in folders if (count := read_int(one, "package_throttle_count")) is not None]
     return found | ({"package throttle": max(counts)} if counts else {})
 
 
@@ -240,9 +234,9 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT) -> Telemetry:
         disk: any directory on the disk to check for free space.
         root: the file system to read, "/" or a recorded tree.
     """
-    zones = [_zone(root, folder.name) for folder in sorted((root / "sys/class/thermal").glob("thermal_zone*"))]
+    folders = sorted((root / "sys/class/thermal").glob("thermal_zone*"))
     rails, causes, gpu = read_rails(root), read_causes(root), None
-    found = [zone for zone in zones if zone is not None]
+    found = [zone for zone in map(_zone, folders) if zone is not None]
     if root == LIVE_ROOT:
         gpu = nvml_readings()
         if gpu is not None:
@@ -277,19 +271,17 @@ def _gpu_rail(gpu: GpuReadings | None) -> tuple[Rail, ...]:
     return () if gpu is None or gpu.watts is None else (Rail("GPU", gpu.watts),)
 
 
-def _zone(root: Path, name: str) -> Zone | None:
+def _zone(folder: Path) -> Zone | None:
     """A thermal zone; None if it does not report a temperature."""
-    folder = f"sys/class/thermal/{name}"
-    millidegrees = read_int(root, f"{folder}/temp")
+    millidegrees = read_int(folder, "temp")
     if millidegrees is None:
         return None
     trips: dict[str, float] = {}
-    for trip in sorted((root / folder).glob("trip_point_*_type")):
-        kind = read_text(root, f"{folder}/{trip.name}")
-        at = read_int(root, f"{folder}/{trip.name.replace('_type', '_temp')}")
+    for trip in sorted(folder.glob("trip_point_*_type")):
+        kind, at = read_text(folder, trip.name), read_int(folder, trip.name.replace("_type", "_temp"))
         if kind is not None and at is not None and at > 0:  # drivers report 0 or less for a disabled trip point
             trips[kind] = min(at / 1000, trips.get(kind, float("inf")))
-    kind = read_text(root, f"{folder}/type") or name
+    kind = read_text(folder, "type") or folder.name
     return Zone(kind, millidegrees / 1000, trips.get("passive"), trips.get("hot"), trips.get("critical"))
 
 
@@ -301,15 +293,13 @@ def _links(root: Path) -> tuple[Link, ...]:
     for folder in sorted((root / "sys/class/net").glob("*")):
         if folder.name == "lo" or not folder.is_dir():
             continue
-        speed = read_int(root, f"sys/class/net/{folder.name}/speed")
-        state = read_text(root, f"sys/class/net/{folder.name}/operstate")
+        speed, state = read_int(folder, "speed"), read_text(folder, "operstate")
         links.append(Link(folder.name, state, speed if speed and speed > 0 else None, folder.name in default))
     return tuple(links)
 
 
 def _free_bytes(disk: Path) -> int | None:
     try:
-        status = os.statvfs(disk)
+        return shutil.disk_usage(disk).free
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize

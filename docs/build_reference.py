@@ -147,17 +147,16 @@ def _api() -> Iterator[Page]:
     blocks = ["# Operator API", "`GET /openapi.json` returns this as an OpenAPI document."]
     routes = ((path, verb, route) for path, verbs in schema["paths"].items() for verb, route in verbs.items())
     for path, verb, route in routes:
-        given = [(*_settings_of(one, schema), one.get("description", "")) for one in route.get("parameters", ())]
+        given = [
+            (_code(one["name"]), one["in"], _kind(schema, one.get("schema", {})), one.get("description", ""))
+            for one in route.get("parameters", ())
+        ]
         for body in route.get("requestBody", {}).get("content", {}).values():
             fields = _settings(schema, _resolved(schema, body["schema"]))
             given += [(_code(place + name), "body", kind, text) for place, name, kind, _, text in fields]
         blocks += [f"## {verb.upper()} {path}", *_prose(route.get("description"))]
         blocks += [_table("parameter, in, type, meaning", given)]
     yield "api", blocks
-
-
-def _settings_of(parameter: Any, schema: Any) -> tuple[str, ...]:
-    return _code(parameter["name"]), parameter["in"], _kind(schema, parameter.get("schema", {}))
 
 
 def _signature(of: Any) -> str:
@@ -221,16 +220,9 @@ def _texts() -> Iterator[Page]:
 def _metrics() -> Iterator[Page]:
     served = re.findall(r"# HELP (\S+) (.+)", Metrics().text(None, None, queue=0, is_ready=True).decode())
     coordinators = ((_code(name), text, ", ".join(labels)) for name, (text, labels) in METRICS.items())
-    yield (
-        "metrics",
-        [
-            "# Metrics",
-            "## Coordinator, `/metrics`",
-            _table("metric, meaning, labels", coordinators),
-            "## `fedcg infer serve`, `/metrics`",
-            _table("metric, meaning", ((_code(name), text) for name, text in served)),
-        ],
-    )
+    blocks = ["# Metrics", "## Coordinator, `/metrics`", _table("metric, meaning, labels", coordinators)]
+    servers = _table("metric, meaning", ((_code(name), text) for name, text in served))
+    yield "metrics", [*blocks, "## `fedcg infer serve`, `/metrics`", servers]
 
 
 def _exit_codes() -> Iterator[Page]:
@@ -240,10 +232,8 @@ def _exit_codes() -> Iterator[Page]:
 
 
 def _methods() -> Iterator[Page]:
-    blocks = [
-        "# Methods",
-        _table("method, use it when", ((f"[`{name}`](#{name})", text) for name, text in WHEN.items())),
-    ]
+    uses = ((f"[`{name}`](#{name})", text) for name, text in WHEN.items())
+    blocks = ["# Methods", _table("method, use it when", uses)]
     for name in method_names():
         method = get_method(name)
         sides = {
@@ -253,15 +243,12 @@ def _methods() -> Iterator[Page]:
             "sealed": "sealed",
             "may be sealed": "sealable",
         }
-        parts = (
-            (title, ", ".join(sorted(part.value for part in getattr(method.payload, side))))
-            for title, side in sides.items()
-        )
+        named = ((title, getattr(method.payload, side)) for title, side in sides.items())
+        parts = ((title, ", ".join(sorted(part.value for part in some))) for title, some in named if some)
         fields = method.params_type.model_fields.items()
-        params = _table(
-            "parameter, default, meaning", ((_code(key), _code(of.default), of.description or "") for key, of in fields)
-        )
-        blocks += [f"## {name}", f"{method.title}.", _table("what, parts", (row for row in parts if row[1])), params]
+        meanings = ((_code(key), _code(of.default), of.description or "") for key, of in fields)
+        params = _table("parameter, default, meaning", meanings)
+        blocks += [f"## {name}", f"{method.title}.", _table("what, parts", parts), params]
     yield "methods", blocks
 
 

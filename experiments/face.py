@@ -140,9 +140,9 @@ def simulate(
     with open_workers(workers, setting.threads) if ray is None else open_ray_workers(ray, [setting], print) as opened:
         runner = BatchRunner(folder, opened, Console(stderr=True), tracks=tracks, picture=False, given=given)
         is_unrecorded = keep_updates is not None and not recording.exists()
-        is_lost = has_record(folder, planned) and (is_unrecorded or runner.stands(planned) is None)
+        is_lost = has_record(folder, planned) and (is_unrecorded or runner.runs.stands(planned) is None)
         _, failed = runner.run(batch, force=is_lost)
-        stood = runner.stands(planned)
+        stood = runner.runs.stands(planned)
     if failed or stood is None:
         cause = failed[0].error if failed else None
         raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is missing") from cause

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 from experiments.data.deal import DealOptions, Partition
 from experiments.data.open import open_source
@@ -60,7 +60,7 @@ NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
-class Setting(BaseModel):
+class Setting(BaseModel, frozen=True, extra="forbid"):
     """The settings that a demo and a simulation share. Each field is an option of both commands, with its description as help.
 
     Attributes:
@@ -70,8 +70,6 @@ class Setting(BaseModel):
         quick: use `QUICK_PARAMS` instead of the method's defaults.
         params: parameters of the method; they override both.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: Annotated[
         str, Field(description="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/how-to/data.md")
@@ -223,12 +221,9 @@ class Setting(BaseModel):
 
     def _backbone(self, name: str) -> dict[str, object]:
         """Return another backbone of the plan; a single file of weights belongs to the first."""
-        where = (
-            self.weights
-            if self.weights == split_names.RANDOM or (self.weights and Path(self.weights).is_dir())
-            else None
-        )
-        return {"name": name, "weights": self._weights(name.partition("@")[0], where), "freeze": self.freeze}
+        is_for_all = self.weights == split_names.RANDOM or (self.weights and Path(self.weights).is_dir())
+        weights = self._weights(name.partition("@")[0], self.weights if is_for_all else None)
+        return {"name": name, "weights": weights, "freeze": self.freeze}
 
     def input_form(self, source: Source) -> spec.InputForm:
         """Return size and normalisation for grey or colour images; tensors are not normalised."""
@@ -355,7 +350,8 @@ def options_of(
     def decorate(function: Callable[[Values, frozenset[str]], None]) -> Callable[..., None]:
         def command(ctx: typer.Context, **values: Any) -> None:
             sources = {name: ctx.get_parameter_source(name) for name in values}
-            function(values, frozenset(name for name, source in sources.items() if _is_typed(source)))
+            typed = (name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+            function(values, frozenset(typed))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -363,10 +359,6 @@ def options_of(
         return command
 
     return decorate
-
-
-def _is_typed(source: object) -> bool:
-    return getattr(source, "name", "") == "COMMANDLINE"
 
 
 def check_params(setting: Setting) -> None:

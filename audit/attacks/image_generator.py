@@ -168,8 +168,7 @@ class Movement(Value):
 
 
 def _moved(made: torch.Tensor, base: torch.Tensor) -> Values:
-    found: Values = ((made - base).abs().flatten(1).mean(1) + _TINY).log().double().numpy()
-    return found
+    return ((made - base).abs().flatten(1).mean(1) + _TINY).log().double().numpy()
 
 
 def _params(view: View) -> PpidsgParams:

@@ -102,14 +102,14 @@ def _check_counts(view: View, train: ImageSet, data: Path) -> None:
 
 def _check_snapshot(view: View, store: Path, data: Path, given: set[str]) -> None:
     """Check whether the round trained on these images, by the snapshot that the store keeps of each of its two newest rounds."""
-    for one in map(_generation, sorted((store / "generations").glob("*"))):
-        if one.round == view.round and (file := one.tensors.with_name("snapshot.json")).exists():
-            used = {entry["sha256"] for entry in json.loads(file.read_text()) if entry["split"] == "train"}
-            if other := len(given - used):
-                raise TruthError(
-                    f"{data}: {other} of its {len(given)} training images are not those of round {view.round}, which "
-                    f"{file} lists: give the images as the device has them"
-                )
+    kept = _generations(store).get(view.round)
+    if kept is not None and (file := kept.tensors.with_name("snapshot.json")).exists():
+        used = {entry["sha256"] for entry in json.loads(file.read_text()) if entry["split"] == "train"}
+        if other := len(given - used):
+            raise TruthError(
+                f"{data}: {other} of its {len(given)} training images are not those of round {view.round}, which "
+                f"{file} lists: give the images as the device has them"
+            )
 
 
 def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateParts | None, Mapping[str, Weights]]:
@@ -126,7 +126,7 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
     """
     wanted = view.hidden
     if place.is_dir():
-        states = {one.round: one for one in map(_generation, sorted((place / "generations").glob("*")))}
+        states = _generations(place)
         if view.round not in states:
             raise TruthError(
                 f"{place} holds the private weights of rounds {sorted(states) or 'none'}, not of round {view.round}: an agent keeps the last two"
@@ -165,9 +165,8 @@ def own_view(view: View, place: Path | None, data: Path) -> View:
         return replace(view, spec=view.spec.model_copy(update={"network": network}))
     if not view.spec.network.backbones or place is None or not place.is_dir():
         return view
-    found = {one.round: one.backbone for one in map(_generation, sorted((place / "generations").glob("*")))}
-    name = found.get(view.round, "")
-    return replace(view, spec=device_spec(view.spec, name)) if name else view
+    kept = _generations(place).get(view.round)
+    return replace(view, spec=device_spec(view.spec, kept.backbone)) if kept and kept.backbone else view
 
 
 def inputs_and_features(spec: FederationSpec, data: Path, private: Sequence[Path]) -> list[PrivateTensor]:
@@ -198,20 +197,23 @@ def inputs_and_features(spec: FederationSpec, data: Path, private: Sequence[Path
 class _Generation(Value):
     """A round in an agent's store: its tensors file, the sha256 of its update if it has one, and the device's own backbone."""
 
-    round: int
     tensors: Path
     update: str
     backbone: str
 
 
-def _generation(folder: Path) -> _Generation:
-    try:
-        described = json.loads((folder / "state.json").read_text().partition("\n")[0])  # followed by its checksum
-        update = (described.get("outbox") or {}).get("artifact", "")
-        number, backbone = int(described["cursor"]["round"]), str(described.get("backbone", ""))
-        return _Generation(number, folder / "state.safetensors", str(update), backbone)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DecodeError(f"{folder} is not a generation of an agent's store: {error}") from error
+def _generations(store: Path) -> dict[int, _Generation]:
+    """Return the newest generation of each round that an agent's store keeps."""
+    found = {}
+    for folder in sorted((store / "generations").glob("*")):
+        try:
+            described = json.loads((folder / "state.json").read_text().partition("\n")[0])  # followed by its checksum
+            update = str((described.get("outbox") or {}).get("artifact", ""))
+            kept = _Generation(folder / "state.safetensors", update, str(described.get("backbone", "")))
+            found[int(described["cursor"]["round"])] = kept
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # noqa: PERF203 - two folders
+            raise DecodeError(f"{folder} is not a generation of an agent's store: {error}") from error
+    return found
 
 
 def _parts(file: Path, slot: str, wanted: frozenset[Part]) -> PrivateParts:

@@ -7,7 +7,6 @@ and codec.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -90,30 +89,22 @@ class RecordedUpdates(Value):
                 + (f"rounds {', '.join(map(str, rounds))}" if rounds else f"clients {', '.join(clients) or '(none)'}"),
                 exit_code=NOT_FOUND,
             )
-        view = self._view(client, round_number, there, auxiliary, secret)
-        return view if secret is None else replace(view, colluder=Colluder.of(view.spec, secret, view.before.parts))
-
-    def _view(
-        self,
-        client: str,
-        number: int,
-        there: Mapping[tuple[str, int], str],
-        auxiliary: ImageSet | None,
-        secret: bytes | None,
-    ) -> View:
-        header = self.headers[there[client, number]]
+        artifact = there[client, round_number]
+        header = self.headers[artifact]
         base = self._base(header)
+        before = self._aggregate(base.id, secret)
         return View(
             self.spec,
             client,
-            number,
-            self._update(there[client, number], base),
-            self._aggregate(base.id, secret),
-            self._updates(number, there, without=client),
+            round_number,
+            self._update(artifact, base),
+            before,
+            self._updates(round_number, there, without=client),
             header.report or Report(),
             auxiliary,
-            artifact=there[client, number],
-            history=self._history(client, number, there, secret),
+            artifact=artifact,
+            colluder=None if secret is None else Colluder.of(self.spec, secret, before.parts),
+            history=self._history(client, round_number, there, secret),
         )
 
     def _history(
@@ -157,7 +148,7 @@ class RecordedUpdates(Value):
     def _aggregate(self, id_: str, secret: bytes | None) -> Aggregate:
         decoded = self._decoded(id_)
         parts, header = _readable(decoded.parts), decoded.header
-        opened, refusals = set[Part](), list[WireError]()
+        opened, refused = set[Part](), None
         for one in sorted({some.parts for some in header.sums} if secret is not None else ()):
             sealed = cast("Mapping[str, Numbers]", decoded.parts[Part.SEALED])
             groups = [some for some in header.sums if some.parts == one]
@@ -168,11 +159,9 @@ class RecordedUpdates(Value):
                 parts |= to_weights(means)
                 opened |= means.keys()
             except WireError as error:
-                refusals.append(error)
-        if refusals and not opened:  # else the sum is from before `fedcg cohort renew`; this attacker does not use it
-            raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {refusals[0]}") from refusals[
-                0
-            ]
+                refused = refused or error
+        if refused and not opened:  # else the sum is from before `fedcg cohort renew`; this attacker does not use it
+            raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {refused}") from refused
         return Aggregate(parts, header.label_distribution)
 
     def _decoded(self, id_: str, base: Base | None = None) -> Artifact:

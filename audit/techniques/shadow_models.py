@@ -159,8 +159,7 @@ def mean_parts(updates: Sequence[Mapping[Part, Weights]]) -> dict[Part, Weights]
 def posteriors(model: WholeModel, images: ImageSet) -> Values:
     """Return the softmax of the logits of images, [N, classes]."""
     blocks = [model.logits(unit_pixels(some)).softmax(1) for some in images.images.split(_BATCH)]
-    found: Values = torch.cat(blocks).double().numpy()
-    return found
+    return torch.cat(blocks).double().numpy()
 
 
 def confidence(model: WholeModel, images: ImageSet) -> Values:
@@ -173,8 +172,7 @@ def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
     """ML-Leaks' adversary 1: a network of 64 units separates a shadow model's top 3 posteriors on training images from those on others."""
 
     def top(model: WholeModel, some: ImageSet) -> Values:
-        found: Values = np.sort(posteriors(model, some), axis=1)[:, : -_TOP - 1 : -1]
-        return found
+        return np.sort(posteriors(model, some), axis=1)[:, : -_TOP - 1 : -1]
 
     model, shadow = target.references[0], target.shadows[0]
     seen, unseen = top(model, shadow.seen), top(model, shadow.unseen)
@@ -247,8 +245,7 @@ def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
     """
     ratios, population = log_ratio(target, images, streams), np.sort(log_ratio(target, target.population, streams))
     share = np.searchsorted(population, ratios, side="right")
-    found: Values = (share + 1 / (1 + np.exp(-ratios))) / (len(population) + 1)
-    return found
+    return (share + 1 / (1 + np.exp(-ratios))) / (len(population) + 1)
 
 
 def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values:

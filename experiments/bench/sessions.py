@@ -6,11 +6,12 @@ Transfers use the product's own code: envelopes, chunk frames, sha256, fsync, re
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
+from edge_client.link.coordinator_link import Handshake
 from experiments.demo.processes import Children, children
 from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.child_python import spawning
@@ -33,7 +35,7 @@ from fedcg.learning.spec import FederationPlan
 from fedcg.values import Value
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages import schemas
-from fedcg.wire.messages.envelopes import Session, SigningKey, VerifyKey, open_envelope, seal, session_id
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import chunk_bytes_for, read_frame
@@ -66,6 +68,7 @@ class Party(Value):
     bundle: Path
 
 
+@dataclass(eq=False)
 class BenchDevice:
     """One session: joins every round immediately.
 
@@ -79,26 +82,21 @@ class BenchDevice:
         receipts: the receipt of each update, by round and attempt; None while it is pending.
     """
 
-    def __init__(
-        self,
-        party: Party,
-        coordinator: VerifyKey,
-        inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]],
-        make_update: MakeUpdate,
-    ) -> None:
-        self.name = party.mqtt.identity
-        self._party = party
-        self._coordinator = coordinator
-        self._make_update = make_update
+    party: Party
+    coordinator: VerifyKey
+    inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]]
+    make_update: MakeUpdate
+
+    def __post_init__(self) -> None:
+        party, self.name = self.party, self.party.mqtt.identity
         self._key = SigningKey.load(party.bundle / "signing.key")
         self._topics = Topics(FEDERATION)
         self._transport = MqttTransport(party.mqtt)
         self._sender = ChunkSender(self._transport, f"chunks-{self.name}")
         self._store = ArtifactStore(party.bundle / "artifacts")
         self._partials = Partials(party.bundle / "artifacts" / ".partial", 4, 1 << 40)
-        self._session: Session | None = None
-        self._nonce = ""
-        self._hello_at = 0.0
+        self._handshake = Handshake(FEDERATION, self.name, agent="bench")
+        self._hello_at = math.inf
         self._update: ChunkFile | None = None
         self._manifest: schemas.Manifest | None = None
         self._manifest_at = 0.0
@@ -106,7 +104,6 @@ class BenchDevice:
         self._download: DurableReceiver | None = None
         self._offer: schemas.Offer | None = None
         self._invited: set[tuple[int, int]] = set()
-        self._inbox = inbox
 
     def start(self) -> None:
         """Connect."""
@@ -115,7 +112,7 @@ class BenchDevice:
         for topic in (self._topics.down_chunk(self.name), self._topics.aggregate):
             self._transport.subscribe(topic, 0)
         self._sender.start()
-        self._transport.start(lambda item: self._inbox.put((self, item)), lambda up: self._inbox.put((self, up)))
+        self._transport.start(lambda item: self.inbox.put((self, item)), lambda up: self.inbox.put((self, up)))
 
     def close(self) -> None:
         """Disconnect."""
@@ -126,20 +123,19 @@ class BenchDevice:
         """Handle a delivery or a change of the link."""
         if isinstance(item, bool):
             if item:
-                self._nonce, self._session = secrets.token_hex(16), None
                 self._hello(time.monotonic())
         elif item.topic in (self._topics.aggregate, self._topics.down_chunk(self.name)):
             self._take_chunk(item.payload)
         else:
-            self._receive(open_envelope(item.payload, lambda _sender: self._coordinator))
+            self._receive(open_envelope(item.payload, lambda _sender: self.coordinator))
 
     def look_after(self, now: float) -> None:
         """Repeat unanswered messages, and request missing data."""
-        if self._session is None and self._nonce and now >= self._hello_at:
+        if not self._handshake.is_open and now >= self._hello_at:
             self._hello(now)
         if self._manifest is not None and now >= self._manifest_at:
             self._announce(self._manifest, now)
-        if self._download is None or self._session is None:
+        if self._download is None or not self._handshake.is_open:
             return
         ranges = self._download.next_need(now)
         if ranges is not None:
@@ -147,15 +143,12 @@ class BenchDevice:
 
     def _hello(self, now: float) -> None:
         self._hello_at = now + HELLO_AGAIN_S
-        self._publish(
-            seal(
-                schemas.Hello(**self._addressed(), nonce=self._nonce, versions=schemas.SPOKEN, agent="bench"), self._key
-            )
-        )
+        self._publish(self._handshake.hello(0))
 
     def _receive(self, message: schemas.AnyMessage) -> None:
         if isinstance(message, schemas.Welcome):
-            self._session = Session(session_id(message.device_nonce, message.nonce))
+            if not self._handshake.is_open:  # every repeated hello gets one
+                self._handshake.welcome(message)
         elif isinstance(message, schemas.Offer):
             self._offer = message
             if not self._store.has(message.aggregate.id):
@@ -197,7 +190,7 @@ class BenchDevice:
             return
         self.receipts[position] = None
         base = self._store.path(offer.aggregate.id)
-        path = self._store.path(self._store.put(self._make_update(self.name, *position, base)))
+        path = self._store.path(self._store.put(self.make_update(self.name, *position, base)))
         ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, LIMITS.chunk_bytes))
         self._update = ChunkFile(path, ref)
         self._manifest = schemas.Manifest(**self._addressed(*position), artifact=ref)
@@ -218,11 +211,11 @@ class BenchDevice:
         }
 
     def _send(self, message: schemas.AnyMessage) -> None:
-        if self._session is not None:
-            self._publish(seal(self._session.stamp(message), self._key))
+        if self._handshake.is_open:
+            self._publish(self._handshake.stamp(message))
 
-    def _publish(self, payload: bytes) -> None:
-        self._transport.publish(self._topics.up_control(self.name), payload)
+    def _publish(self, message: schemas.AnyMessage) -> None:
+        self._transport.publish(self._topics.up_control(self.name), seal(message, self._key))
 
 
 def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeUpdate, pipe: Any) -> None:

@@ -138,7 +138,7 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
             check_track(options.track)
             tracks.append(options.track)
         if options.resume is None or options.keep_updates is not None:
-            _remember(batch, folder, force=options.force)
+            save_batch(batch, folder, force=options.force)
         _run(batch, folder, options, tracks)
 
 
@@ -215,14 +215,7 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     params = parse_method_params(options.params, tuple(rows))
     setting = {name: value for name, value in fields.items() if name in typed}
     runs = plan_runs(options.paper, methods=options.method, seeds=seeds, setting=setting, params=params)
-    return Batch(runs=tuple(run.planned() for run in runs))
-
-
-def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
-    try:
-        save_batch(batch, folder, force=force)
-    except OSError as error:
-        raise OptionError(f"--out {folder}: not writable ({error.strerror}); choose another folder") from error
+    return Batch(runs=runs)
 
 
 def _check(batch: Batch) -> None:
@@ -268,9 +261,8 @@ def _check_network(setting: RunSetting, source: Source) -> None:
     from fedcg.learning.mechanisms.protected_round import check_mechanisms
     from fedcg.learning.networks.plans import complete_spec
 
-    check_mechanisms(
-        complete_spec(plan_from_mapping(setting.plan(source))), get_method(setting.method), setting.privacy
-    )
+    spec = complete_spec(plan_from_mapping(setting.plan(source)))
+    check_mechanisms(spec, get_method(setting.method), setting.privacy)
 
 
 def _check_defence(setting: RunSetting, source: Source) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from experiments.data.deal import ClientPictures, DealOptions, deal_out, draw_unheld
 from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
 from experiments.errors import SourceError
-from fedcg.learning.data.image_folder import split_by_hash
+from fedcg.learning.data.image_folder import LocalImages, split_by_hash
 from fedcg.learning.data.sources import decode_image, empty_rows, fit_row
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
@@ -22,29 +21,21 @@ from fedcg.learning.spec import ImageForm, InputForm
 from fedcg.values import Value
 
 
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """A picture's pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; None if not needed."""
-
-    pixels: NDArray[Any]
-    sha256: str | None
-
-
-def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> Decoded | SkippedImage:
-    """Decode a picture into a form, or return the reason why it can't be decoded.
+def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> tuple[NDArray[Any], str] | SkippedImage:
+    """Decode a picture into a form: its pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; or return why it can't be decoded.
 
     Args:
         picture: any picture.
         form: the spec's input form.
-        is_hashed: whether the sha256 of its image file is needed; for an array's row, the file is created first.
+        is_hashed: whether the sha256 is needed, else it may be empty; for an array's row, the file is created first.
     """
     try:
         if isinstance(picture, RowPicture):
-            digest = hashlib.sha256(picture.content()).hexdigest() if is_hashed else None
-            return Decoded(fit_row(picture.images[picture.row], form), digest)
+            digest = hashlib.sha256(picture.content()).hexdigest() if is_hashed else ""
+            return fit_row(picture.images[picture.row], form), digest
         assert isinstance(form, ImageForm)
         content = picture.content()
-        return Decoded(decode_image(content, form, picture.where), hashlib.sha256(content).hexdigest())
+        return decode_image(content, form, picture.where), hashlib.sha256(content).hexdigest()
     except (DataError, OSError) as error:
         return SkippedImage(picture.where, str(error))
 
@@ -122,27 +113,21 @@ def _client_data(pictures: ClientPictures, reader: _Reader) -> ClientData:
     return ClientData(train_set, val_set, test.images)
 
 
-class _Read(Value):
-    images: ImageSet
-    entries: tuple[FileEntry, ...]
-
-
 class _Reader:
     """Reads pictures into image sets and records unreadable ones."""
 
     def __init__(self, form: InputForm, classes: tuple[str, ...]) -> None:
         self._form, self._classes = form, classes
         self._skipped: dict[str, SkippedImage] = {}
-        self._unhashed: dict[
-            int, _Read
-        ] = {}  # by identity: a deal, which lives longer, may give all clients one test set
+        # By identity: a deal, which lives longer, may give all clients one test set.
+        self._unhashed: dict[int, LocalImages] = {}
 
     @property
     def skipped(self) -> tuple[SkippedImage, ...]:
         """The unreadable images, each once."""
         return tuple(self._skipped.values())
 
-    def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> _Read:
+    def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> LocalImages:
         """Decode in the order in which an agent reads its folder, by `CLASS/NAME`; each picture only once."""
         if not is_hashed and id(pictures) in self._unhashed:
             return self._unhashed[id(pictures)]
@@ -161,7 +146,7 @@ class _Reader:
         """Decode pictures in the given order: [N, *tensor_shape]."""
         return self._decoded([(picture.where, 0, picture) for picture in pictures], is_hashed=False).images.images
 
-    def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> _Read:
+    def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> LocalImages:
         pixels = empty_rows(len(named), self._form)
         entries: list[FileEntry] = []
         for path, label, picture in named:
@@ -169,7 +154,7 @@ class _Reader:
             if isinstance(found, SkippedImage):
                 self._skipped[found.file] = found
                 continue
-            pixels[len(entries)] = found.pixels
-            entries.append(FileEntry(path, found.sha256 or "", label))
+            pixels[len(entries)], sha256 = found
+            entries.append(FileEntry(path, sha256, label))
         labels = torch.tensor([entry.label for entry in entries], dtype=torch.int64)
-        return _Read(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), tuple(entries))
+        return LocalImages(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), entries)

@@ -85,16 +85,14 @@ class Partition(Value):
             evenly: Shares = together / together.sum(axis=0)
             return evenly
         drawn: Shares = generator.dirichlet(np.full(clients, self.omega), size=classes)
-        by_client: Shares = drawn.T
-        return by_client
+        return drawn.T
 
 
 def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
     """Divide `count` items by shares that sum to 1: integers that sum to `count`, each within 1 of its share."""
     edges = np.rint(np.cumsum(shares) * count).astype(np.int64)
     edges[-1] = count
-    pieces: NDArray[np.int64] = np.diff(edges, prepend=0)
-    return pieces
+    return np.diff(edges, prepend=0)
 
 
 def limit(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:

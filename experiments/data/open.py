@@ -19,6 +19,7 @@ from experiments.data.source import (
     Source,
     by_domain,
     digits,
+    file_source,
     read_digits,
     rows_per_class,
     sklearn_file,
@@ -48,12 +49,7 @@ def open_source(text: str) -> Source:
 
         return named_source(text.removeprefix(TORCHVISION))
     path = Path(text)
-    if is_array_source(path):
-        from experiments.data.source import file_source
-
-        return file_source(path)
-
-    return folder_source(path)
+    return file_source(path) if is_array_source(path) else folder_source(path)
 
 
 _PART_NAMES = {"train": ("train", "train_images"), "test": ("test", "test_images"), "val": ("val", "val_images")}

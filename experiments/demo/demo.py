@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -34,10 +33,11 @@ from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
 from experiments.demo.report import Progress, process_began, summarise
-from experiments.demo.run_folder import LOOPBACK, Run, image_counts, prepare, write_secrets
+from experiments.demo.run_folder import LOOPBACK, Run, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
 from experiments.settings import FEDERATION, root_secret
+from fedcg.config_file import set_values
 from fedcg.files import READABLE, replace_durably
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -80,7 +80,7 @@ class Demo:
             watching = asyncio.create_task(self._watch())
             try:
                 agents = await self._start_all(processes)
-                await self._until_finished(processes, agents)
+                await self._until_finished(agents)
                 await self._until_observed()
             finally:
                 watching.cancel()
@@ -106,7 +106,7 @@ class Demo:
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.print_once(f"broker: {self._broker_named}")
-        await data
+        self._images = await data
         self._allowed = self._policy()
         await processes.line(
             observer, "ready", READY_S
@@ -163,25 +163,20 @@ class Demo:
 
     def _start_agent(self, processes: Children, client: str) -> Child:
         config = self._run.bundle(client) / "agent.toml"
-        settings: dict[str, object] = {
-            "data.root": f"../../data/{client}",
-            "data.common_test": "../../data/common",
-            "training.shadow_every": 1,
-            "training.threads": 1,
+        settings: dict[tuple[str, str], str | bool | float | list[str]] = {
+            ("data", "root"): f"../../data/{client}",
+            ("data", "common_test"): "../../data/common",
+            ("training", "shadow_every"): 1,
+            ("training", "threads"): 1,
             # All devices share one machine here: benchmarks would be meaningless, and exports would delay training.
-            "export.variants": False,
-            "export.each_best": False,
-            "policy.allow_upload": sorted(part.value for part in self._allowed[0]),
-            "policy.allow_report": sorted(field.value for field in self._allowed[1]),
+            ("export", "variants"): False,
+            ("export", "each_best"): False,
+            ("policy", "allow_upload"): sorted(part.value for part in self._allowed[0]),
+            ("policy", "allow_report"): sorted(field.value for field in self._allowed[1]),
         }
         if len(names := self._backbones) > 1:
-            settings["training.backbone"] = names[self._clients.index(client) % len(names)]
-        text = config.read_text()
-        for name, value in settings.items():  # in the file, so that the agent can be restarted by hand
-            table, _, key = name.partition(".")
-            text = re.sub(rf"(?m)^{key} = .*\n", "", text)
-            text = text.replace(f"[{table}]\n", f"[{table}]\n{key} = {json.dumps(value)}\n", 1)
-        config.write_text(text)
+            settings["training", "backbone"] = names[self._clients.index(client) % len(names)]
+        config.write_text(set_values(config.read_text(), settings))  # so that the agent can be restarted by hand
         return processes.fork(client, "agent", "run", "--config", config, "--until-finished")
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
@@ -214,7 +209,7 @@ class Demo:
             self._look()
             await asyncio.sleep(0.2)
 
-    async def _until_finished(self, processes: Children, agents: list[Child]) -> None:
+    async def _until_finished(self, agents: list[Child]) -> None:
         """Wait until every agent has exited; if another process exits, or the federation stalls, the demo fails."""
         while any(agent.is_running for agent in agents):
             for agent in agents:
@@ -253,7 +248,7 @@ class Demo:
             setting=run.setting.model_dump(mode="json"),
             broker=self._broker_named,
             total_s=time.time() - process_began(),
-            images=image_counts(run.data),
+            images=self._images,
             agents=agents,
             wire=self._wire(),
             versions=versions(),

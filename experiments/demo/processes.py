@@ -10,7 +10,6 @@ process group, like a newly started process.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -21,11 +20,13 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
+
 from experiments.errors import ProcessError
 from fedcg.values import Value
+from fedcg.worker_process import die_with_parent
 
 PRELOADED = ("coordinator.cli.coordinator_commands", "edge_client.agent.run", "edge_client.cli.agent_commands")
-_PR_SET_PDEATHSIG = 1
 STOP_S = 8.0
 POLL_S = 0.03
 TAIL_LINES = 15
@@ -57,8 +58,7 @@ def run_command(*arguments: str) -> None:
 def _run(target: Callable[..., object], arguments: tuple[str, ...], environment: Mapping[str, str], log: Path) -> None:
     """Run in a forked process."""
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(os.getppid(), signal.SIGTERM)
     os.environ.update(environment)
     with Path(os.devnull).open("rb") as nothing, log.open("ab") as output:
         os.dup2(nothing.fileno(), 0)
@@ -93,17 +93,6 @@ class Child(Value):
     def is_running(self) -> bool:
         """Whether the process is running."""
         return self.process.exitcode is None
-
-    async def wait(self) -> int | None:
-        """The exit code after its end, negative after a signal."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self.process.sentinel, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self.process.sentinel)
-        self.process.join()
-        return self.process.exitcode
 
     def lines(self) -> list[str]:
         """Return its lines of output so far."""
@@ -164,22 +153,22 @@ class Children:
                 raise ProcessError(f"{child.name} did not print {wanted!r} within {deadline_s:.0f} s; see {child.log}")
             await asyncio.sleep(POLL_S)
 
-    async def stop(self, *children: Child) -> None:
-        """Stop processes with SIGTERM (they stop their own children), wait, then SIGKILL the rest of their groups."""
-        for child in children:
-            if child.is_running:
-                child.process.terminate()
-        waits = [asyncio.create_task(child.wait()) for child in children]
-        if waits:
-            await asyncio.wait(waits, timeout=STOP_S)
-        for child in children:
-            _kill_group(child)
-        await asyncio.gather(*waits)
+    def stop_all(self) -> None:
+        """Stop all started processes, those that outlive the others last; blocks meanwhile.
 
-    async def stop_all(self) -> None:
-        """Stop all started processes; those that outlive the others last."""
+        First with SIGTERM (they stop their own children); after `STOP_S` the rest of their groups with SIGKILL.
+        """
         for outlives_others in (False, True):
-            await self.stop(*(child for child in self._all if child.outlives_others is outlives_others))
+            some = [child for child in self._all if child.outlives_others is outlives_others]
+            for child in some:
+                if child.is_running:
+                    child.process.terminate()
+            end = time.monotonic() + STOP_S
+            for child in some:
+                child.process.join(max(0.0, end - time.monotonic()))
+            for child in some:
+                _kill_group(child)
+                child.process.join()
 
 
 def _kill_group(child: Child) -> None:
@@ -189,19 +178,9 @@ def _kill_group(child: Child) -> None:
     in use again, the group was empty and the number belongs to another process.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if not child.is_running and _exists(child.pid):
+        if not child.is_running and psutil.pid_exists(child.pid):
             return
         os.killpg(child.pid, signal.SIGKILL)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextlib.asynccontextmanager
@@ -218,6 +197,6 @@ async def children(logs: Path, preloaded: Sequence[str] = ()) -> AsyncIterator[C
     try:
         yield started
     finally:
-        await asyncio.shield(started.stop_all())
+        await asyncio.shield(asyncio.to_thread(started.stop_all))
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -95,7 +95,7 @@ def summarise(
     wire: WireRecord,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the content of `summary.json`; `total_s` is the duration of the run, `images` has each client's numbers of images, as in `partition.json`."""
+    """Return the content of `summary.json`; `total_s` is the duration of the run, `images` has each client's numbers of images, from `prepare`."""
     clients = [_client_record(agent, images[agent.id], wire, setting["rounds"]) for agent in agents]
     return {
         "method": setting["method"],

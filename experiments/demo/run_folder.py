@@ -5,15 +5,14 @@ DIR/observer/      the recorded traffic of the broker      DIR/devices/    bundl
 DIR/summary.json   figures, and accuracies by round        DIR/logs/       output of every process
 """
 
-import json
 import os
 import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.data.deal import Deal, DealOptions, deal_out
-from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
+from experiments.data.deal import DealOptions, deal_out
+from experiments.data.source import Picture, RowPicture, Source
 from experiments.errors import OptionError, SourceError
 from experiments.settings import Setting, root_secret
 from fedcg.errors import EXISTS
@@ -21,7 +20,6 @@ from fedcg.files import checked_secret, replace_durably
 from fedcg.values import Value
 
 LOOPBACK = "127.0.0.1"
-PARTITION_FILE = "partition.json"
 
 
 class Run(Value):
@@ -104,12 +102,12 @@ def _place(pictures: Sequence[Picture], folder: Path, name: str | None = None) -
             shutil.copyfile(picture.path, target)
 
 
-def prepare(source: Source, out: Path, options: DealOptions) -> Deal:
-    """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*`, `out/public/*` and `out/partition.json`.
+def prepare(source: Source, out: Path, options: DealOptions) -> dict[str, dict[str, int]]:
+    """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*` and `out/public/*`; return each client's `train_images` and `test_images`.
 
     Every client gets every class folder, also an empty one, so that class lists agree. Without a test part in the
     source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test. The
-    file names of public images do not reveal their classes. `partition.json` has the numbers of each client's images.
+    file names of public images do not reveal their classes.
 
     Args:
         source: the images.
@@ -126,27 +124,9 @@ def prepare(source: Source, out: Path, options: DealOptions) -> Deal:
         for part, pictures in parts.items():
             for label, of_class in enumerate(pictures or ()):
                 _place(of_class, out / name / part / deal.classes[label])
-        counts[name] = {"train_images": _count(dealt.train), "test_images": _count(dealt.test)}
+        counts[name] = {f"{part}_images": sum(map(len, parts[part] or ())) for part in ("train", "test")}
     for label, of_class in enumerate(deal.common):
         _place(of_class, out / "common" / deal.classes[label])
     for number, picture in enumerate(deal.public):
         _place([picture], out / "public", f"{number:06d}{Path(picture.name).suffix}")
-    (out / PARTITION_FILE).write_text(json.dumps(counts, indent=1))
-    return deal
-
-
-def _count(pictures: PicturesPerClass) -> int:
-    return sum(map(len, pictures))
-
-
-def image_counts(out: Path) -> dict[str, dict[str, int]]:
-    """Return, by client, the numbers of images that `prepare` wrote: `train_images`, `test_images`.
-
-    Raises:
-        SourceError: no complete record was written there.
-    """
-    try:
-        counts: dict[str, dict[str, int]] = json.loads((out / PARTITION_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{out / PARTITION_FILE} is not a partition record: {error}") from error
     return counts

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Annotated
 
 import tomllib
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from experiments.errors import OptionError
 from fedcg.errors import NOT_FOUND
@@ -24,8 +24,8 @@ _SettingValues = dict[str, JsonValue]
 _Pair = Annotated[tuple[float, ...], Field(min_length=1, max_length=2)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Strict(BaseModel, frozen=True, extra="forbid"):
+    """An entry of a file; unknown fields are errors."""
 
 
 class _RowEntry(_Strict):
@@ -207,7 +207,7 @@ def claims() -> tuple[Claim, ...]:
 
 def _preset(paper: _PaperFile, table: str, scenario: str) -> Preset:
     entry, place = paper.table[table], paper.scenario[scenario]
-    rows = {key: _row(paper, table, scenario, key, pairs) for key, pairs in entry.figures[scenario].items()}
+    rows = {key: _row(paper, scenario, key, pairs) for key, pairs in entry.figures[scenario].items()}
     return Preset(
         name=f"{paper.id}:{table}:{scenario}",
         title=f"{entry.title}; {place.label}",
@@ -221,7 +221,7 @@ def _preset(paper: _PaperFile, table: str, scenario: str) -> Preset:
     )
 
 
-def _row(paper: _PaperFile, table: str, scenario: str, key: str, pairs: Sequence[_Pair]) -> Row:
+def _row(paper: _PaperFile, scenario: str, key: str, pairs: Sequence[_Pair]) -> Row:
     own = paper.row[key]
     meant = own.same_as or key
     source = paper.row[meant]
@@ -257,7 +257,8 @@ def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ..
     """
     base, at, budget = name.partition("@")
     known = presets()
-    found = [known[base]] if base in known else [preset for key, preset in known.items() if _is_in(key, base)]
+    group = (f"{base}:", f"{base}-")
+    found = [known[base]] if base in known else [preset for key, preset in known.items() if key.startswith(group)]
     if not with_stand_ins:
         found = [preset for preset in found if preset.stand_in is None] or found
     if not found:
@@ -281,10 +282,6 @@ def row_fields(name: str) -> frozenset[str]:
         fields |= {field for row in reduced.rows.values() for field in row}
         fields |= {f"params.{param}" for params in reduced.method.values() for param in params}
     return frozenset(fields)
-
-
-def _is_in(name: str, group: str) -> bool:
-    return name.startswith((f"{group}:", f"{group}-"))
 
 
 def _with_budget(preset: Preset, budget: str) -> Preset:

@@ -3,7 +3,7 @@
 Runs nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from pydantic import JsonValue
@@ -13,53 +13,10 @@ from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets
 from experiments.settings import of_method
 from experiments.simulation.batch import PARAM_OPTIONS, PlannedRun, RunSetting, planned_run
-from fedcg.values import Value
 
 Values = Mapping[str, JsonValue]
 _OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}
 _NAMED_DATA = (DIGITS, "torchvision:")
-
-
-class TableRun(Value):
-    """One run of a table, before validation.
-
-    Attributes:
-        paper: the preset under which the run is recorded.
-        variant: the row's variant and the searched values, as in the record.
-        published: fields of the published setting, without method, seed, variant and parameters.
-        params: the published parameters of the method.
-        given: fields from the budget or the user that override `published`; `given_params` override `params`.
-    """
-
-    paper: str
-    method: str
-    variant: str
-    seed: int
-    published: Values
-    params: Values
-    given: Values
-    given_params: Values
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """The unique key of a run."""
-        return self.paper, self.method, self.variant, self.seed
-
-    def planned(self) -> PlannedRun:
-        """Return the run for `fedcg simulate`, with the differences from the published setting.
-
-        Raises:
-            ValidationError: names every bad value.
-        """
-        named = {"paper": self.paper, "method": self.method, "variant": self.variant, "seed": self.seed}
-        run = planned_run(
-            {**self.published, **named, "params": self.params}, {**self.given, "params": dict(self.given_params)}
-        )
-        before, now = self.published.get("data"), run.setting.data
-        # Another location of the same images is not a difference; another data set by name is one.
-        if before is None or now == before or not now.startswith(_NAMED_DATA):
-            return run
-        return run.model_copy(update={"reduced": {**run.reduced, "data": (before, run.setting.data_name)}})
 
 
 def plan_runs(
@@ -69,8 +26,10 @@ def plan_runs(
     seeds: Sequence[int] = (),
     setting: Values | None = None,
     params: Mapping[str, Values] | None = None,
-) -> tuple[TableRun, ...]:
+) -> tuple[PlannedRun, ...]:
     """Return the runs of a published table for `fedcg simulate --paper NAME`, each once: all rows of a seed before the next seed.
+
+    Each has its differences from the published setting.
 
     Args:
         name: a preset or a group of presets.
@@ -81,8 +40,9 @@ def plan_runs(
 
     Raises:
         OptionError: no such table or row, or the user must provide data.
+        ValidationError: names every bad value.
     """
-    runs: dict[tuple[str, str, str, int], TableRun] = {}
+    runs: dict[str, PlannedRun] = {}
     found = find_presets(name)
     offered = {name for preset in found for row in preset.rows.values() for name in row.names}
     unknown = [method for method in methods if method not in offered]
@@ -99,11 +59,11 @@ def plan_runs(
                 if row.needs is None and (not methods or row.names & set(methods)):
                     typed = dict(setting or {})
                     for run in _runs_of(preset, row, seed, typed, of_method(params or {}, row.method)):
-                        runs.setdefault(run.key, run)
+                        runs.setdefault(run.setting.name, run)
     return tuple(runs.values())
 
 
-def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values) -> tuple[TableRun, ...]:
+def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values) -> Iterator[PlannedRun]:
     asked = dict(params)
     given = {**typed, **{option: asked.pop(name) for name, option in _OPTION_OF_PARAM.items() if name in asked}}
     home, key = row.home
@@ -112,7 +72,6 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values)
     own = {*row.own_params, *(param for option, param in PARAM_OPTIONS.items() if option in given)}
     changed = preset.changed_params.get(row.method, {})
     budget = {name: value for name, value in changed.items() if name not in own}
-    runs = []
     typed_values = {**asked, **given}
     for values in product(
         *((typed_values[key],) if key in typed_values else tried for key, tried in row.search.items())
@@ -123,19 +82,22 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values)
         }
         fields = {name: value for name, value in published.items() if name in RunSetting.model_fields}
         others = {name: value for name, value in published.items() if name not in fields}
-        runs.append(
-            TableRun(
-                paper=home + preset.name.removeprefix(preset.base),
-                method=row.method,
-                variant=variant_text(key.partition("/")[2], choice),
-                seed=seed,
-                published={**preset.setting, **row.setting, **fields},
-                params={**row.params, **others},
-                given={**reduced, **given},
-                given_params={**budget, **asked},
-            )
+        setting = {**preset.setting, **row.setting, **fields}
+        named = {
+            "paper": home + preset.name.removeprefix(preset.base),
+            "method": row.method,
+            "variant": variant_text(key.partition("/")[2], choice),
+            "seed": seed,
+        }
+        run = planned_run(
+            {**setting, **named, "params": {**row.params, **others}},
+            {**reduced, **given, "params": {**budget, **asked}},
         )
-    return tuple(runs)
+        before, now = setting.get("data"), run.setting.data
+        # Another location of the same images is not a difference; another data set by name is one.
+        if before is not None and now != before and now.startswith(_NAMED_DATA):
+            run = run.model_copy(update={"reduced": {**run.reduced, "data": (before, run.setting.data_name)}})
+        yield run
 
 
 def _with_defence_params(given: Values, under: Values) -> dict[str, JsonValue]:

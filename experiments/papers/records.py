@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from experiments.errors import OptionError
 from fedcg.errors import NOT_FOUND
@@ -21,10 +21,8 @@ MAX_RECORDS = 50_000
 _Column = list[float | None]
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, frozen=True, allow_inf_nan=False):
     """A part of a record; unused fields are ignored."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class Curve(_Part):

@@ -72,16 +72,11 @@ class RayCluster:
             )
 
 
-def cluster_resources() -> dict[str, float]:
-    """Return the total CPUs, GPUs and other resources of the cluster's nodes."""
-    import ray
-
-    return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
-
-
 def slots(threads: int) -> int:
     """Return how many tasks with this number of CPUs the cluster of this process can run in parallel now."""
-    return int(cluster_resources().get("CPU", 0)) // threads
+    import ray
+
+    return int(ray.cluster_resources().get("CPU", 0)) // threads  # type: ignore[no-untyped-call]
 
 
 def check_ray() -> None:
@@ -103,6 +98,7 @@ def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
         announce: prints a line for the operator.
 
     Raises:
+        ModuleNotFoundError: Ray is not installed.
         OptionError: no such cluster.
     """
     if "://" in address:
@@ -111,8 +107,16 @@ def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
         )
     if address != AUTO:
         _check_reachable(address)
-    with _connected(address):
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise OptionError(f"no Ray cluster at {address}: {error}") from error
+    try:
         yield RayCluster(announce)
+    finally:
+        ray.shutdown()
 
 
 def _check_reachable(address: str) -> None:
@@ -124,18 +128,3 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
     except (OSError, OverflowError) as error:
         raise OptionError(f"no Ray cluster at {address}: {error}; start one with `ray start --head`") from error
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[None]:
-    check_ray()
-    import ray
-
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise OptionError(f"no Ray cluster at {address}: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()

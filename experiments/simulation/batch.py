@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from experiments.errors import OptionError
 from experiments.settings import Setting, of_method
@@ -28,22 +28,9 @@ _BATCH_FILE = "batch.json"
 _KEPT_ROUNDS = r"^(all|\d{1,6}(,\d{1,6})*)$"
 # Options that set a parameter of every method, and that parameter's name.
 PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size": "batch_size", "lr": "lr"}
-_NO_REDUCTION = frozenset(
-    {
-        "params",
-        "defence_params",
-        *PARAM_OPTIONS,
-        "quick",
-        "data",
-        "device",
-        "threads",
-        "evaluate_every",
-        "shadow",
-        "seed",
-        "variant",
-        "paper",
-    }
-)
+_NO_REDUCTION = frozenset(PARAM_OPTIONS) | {
+    "params", "defence_params", "quick", "data", "device", "threads", "evaluate_every", "shadow", "seed", "variant", "paper",
+}  # fmt: skip
 
 
 GONE = (("precision", "f32"), ("early_stop", None))
@@ -162,7 +149,7 @@ class RunSetting(Setting):
             return False
 
 
-class PlannedRun(BaseModel):
+class PlannedRun(BaseModel, frozen=True, extra="forbid"):
     """One run to do.
 
     Attributes:
@@ -170,8 +157,6 @@ class PlannedRun(BaseModel):
         reduced: its differences from the published setting: name to (published, run); empty without one.
         keep_updates: the rounds whose updates are recorded, `all` or `1,5,10`; None: no recording.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: RunSetting
     reduced: dict[str, tuple[Any, Any]] = {}
@@ -185,10 +170,8 @@ class PlannedRun(BaseModel):
         return frozenset(map(int, self.keep_updates.split(","))) if self.keep_updates else frozenset()
 
 
-class Batch(BaseModel):
+class Batch(BaseModel, frozen=True, extra="forbid"):
     """Runs that belong together, in order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: Annotated[tuple[PlannedRun, ...], Field(min_length=1)]
 
@@ -289,7 +272,7 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
 
     Raises:
         OptionError: an earlier run of the same name had another setting, or other data, which its record would not
-        show; nothing was written.
+        show, or the folder is not writable; nothing was written.
     """
     known = _known_runs(folder)
     for run in batch.runs:
@@ -303,9 +286,12 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
             )
     runs = {**known, **{run.setting.name: run for run in batch.runs}}
     state = folder / STATE_FOLDER
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = Batch(runs=tuple(runs.values())).model_dump(mode="json")
-    replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
+    except OSError as error:
+        raise OptionError(f"--out {folder}: not writable ({error.strerror}); choose another folder") from error
 
 
 def record_path(folder: Path, run: PlannedRun) -> Path:

@@ -10,6 +10,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ _COLUMNS = {
 }
 
 
+@dataclass(eq=False)
 class BatchRunner:
     """Runs all runs of a batch in its folder.
 
@@ -100,24 +102,25 @@ class BatchRunner:
         tracks: the trackers that receive every run (`fedcg.tracking`).
         picture: whether curves.png is drawn.
         given: the clients of all runs (`Runs`).
+
+    Attributes:
+        runs: the runs of the folder.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        simulator: Simulator,
-        console: Console,
-        *,
-        tracks: Sequence[str] = (),
-        picture: bool = True,
-        given: Given | None = None,
-    ) -> None:
-        self._folder = folder
-        self._console = console
-        self._tracks, self._has_picture = tracks, picture
-        self._tracked: dict[str, list[Tracking]] = {}
-        self._counted_rounds: dict[str, int] = {}  # rounds of a run that are known to the bar
-        self._runs = Runs(folder, simulator, self._after_round, self._print, given)
+    folder: Path
+    simulator: Simulator
+    console: Console
+    _: KW_ONLY
+    tracks: Sequence[str] = ()
+    picture: bool = True
+    given: Given | None = None
+    _tracked: dict[str, list[Tracking]] = field(default_factory=dict, init=False)
+    _counted_rounds: dict[str, int] = field(
+        default_factory=dict, init=False
+    )  # rounds of a run that are known to the bar
+
+    def __post_init__(self) -> None:
+        self.runs = Runs(self.folder, self.simulator, self._after_round, self._print, self.given)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -125,16 +128,12 @@ class BatchRunner:
             TextColumn("rounds"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console,
+            console=self.console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not self.console.is_terminal,
             speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should cover several
         )
         self._task = self._bar.add_task("", total=0)
-
-    def stands(self, planned: PlannedRun) -> Simulation | None:
-        """Return the state of a run after its newest checkpoint; None without one."""
-        return self._runs.stands(planned)
 
     def run(self, batch: Batch, *, force: bool = False) -> tuple[list[dict[str, Any]], list[FailedRun]]:
         """Run all unfinished runs.
@@ -151,31 +150,31 @@ class BatchRunner:
         """
         if force:
             for planned in batch.runs:
-                self._runs.forget(planned)
-        done = [planned for planned in batch.runs if has_record(self._folder, planned)]
+                self.runs.forget(planned)
+        done = [planned for planned in batch.runs if has_record(self.folder, planned)]
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
-            is_lacking = planned.keep_updates and not self._runs.recording(planned).exists()
+            is_lacking = planned.keep_updates and not self.runs.recording(planned).exists()
             note = ", without a recording of its updates; --force repeats it" if is_lacking else ""
             self._print(f"{planned.setting.name}: already done{note}")
-        self._counted_rounds = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
+        self._counted_rounds = {planned.setting.name: self.runs.done_rounds(planned) for planned in todo}
         total = sum(planned.setting.rounds for planned in todo)
         self._bar.update(self._task, total=total, completed=sum(self._counted_rounds.values()))
         with self._bar:
             outcomes = [self._one(planned) for planned in todo]
         records = [outcome for outcome in outcomes if not isinstance(outcome, FailedRun)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, FailedRun)]
-        write_failures(self._folder, failed)
+        write_failures(self.folder, failed)
         return records, failed
 
     def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
         setting = planned.setting
         self._bar.update(self._task, description=_shown(setting.name))
         try:
-            tracked = self._tracked_run(planned) if self._tracks else None
-            self._tracked[setting.name] = [Tracking(track, tracked) for track in self._tracks if tracked]
-            record = self._runs.run(planned)
-            files = [{"file": file.name, "sha256": file_sha256(file)} for file in self._runs.files(planned)]
+            tracked = self._tracked_run(planned) if self.tracks else None
+            self._tracked[setting.name] = [Tracking(track, tracked) for track in self.tracks if tracked]
+            record = self.runs.run(planned)
+            files = [{"file": file.name, "sha256": file_sha256(file)} for file in self.runs.files(planned)]
             clients = [
                 {"client": one["id"], **{name: one[name] for name in record["mean"] if name in one}}
                 for one in record["clients"]
@@ -183,7 +182,7 @@ class BatchRunner:
             for tracking in self._tracked[setting.name]:
                 tracking.finish({"clients": clients, "files": files})
         except Exception as error:  # noqa: BLE001 - one failed run does not stop the batch; it is recorded and printed
-            trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
+            trace = self.folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
             self._print(f"{setting.name}: failed: {told(error)} (where: {trace})")
@@ -193,32 +192,31 @@ class BatchRunner:
                 tracking.close()
             self._bar.update(self._task, advance=setting.rounds - self._counted_rounds[setting.name])
         self._print(f"{setting.name}: {_figures(record)}")
-        write_tables(self._folder)
-        if self._has_picture:
-            draw_curves(self._folder)
+        write_tables(self.folder)
+        if self.picture:
+            draw_curves(self.folder)
         return record
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
-        name = planned.setting.name
-        if figures := figures_of(now):
-            for tracking in self._tracked[name]:
-                tracking.add(now.rounds, figures)
+        name, figures = planned.setting.name, figures_of(now)
+        for tracking in self._tracked[name] if figures else ():
+            tracking.add(now.rounds, figures)
         self._counted_rounds[name] += 1
         self._bar.update(self._task, advance=1, description=f"{_shown(name)}, round {now.rounds}")
-        if not self._console.is_terminal:
-            self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
+        if not self.console.is_terminal:
+            self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(figures)}")
 
     def _tracked_run(self, planned: PlannedRun) -> TrackedRun:
         """Return the run for trackers; a resumed run keeps its identity."""
-        setting, kept = planned.setting, self._folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
-        is_continued = self._runs.done_rounds(planned) > 0 and kept.exists()
+        setting, kept = planned.setting, self.folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
+        is_continued = self.runs.done_rounds(planned) > 0 and kept.exists()
         if not is_continued:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_durably(kept, uuid.uuid4().hex)
         return TrackedRun(setting.name, kept.read_text(), setting.published, is_continued)
 
     def _print(self, line: str) -> None:
-        self._console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _shown(name: str) -> str:
@@ -245,15 +243,10 @@ def _spent(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"epsilon at most {max(spent):.2f} at delta {record['setting']['privacy']['dp_sgd']['delta']:g}"
 
 
-def _so_far(now: Simulation) -> str:
+def _so_far(figures: Mapping[str, float]) -> str:
     """Return mean accuracies of the latest round; empty if it was not measured."""
-    records = [curve[-1] for curve in now.curves.values() if curve and curve[-1].round == now.rounds]
-    figures = {
-        "own test personal": [record.accuracy for record in records],
-        "local only": [record.local_accuracy for record in records],
-    }
-    known = {label: [value for value in values if value is not None] for label, values in figures.items()}
-    means = [f"{label} {percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    labels = {"accuracy/mean": "own test personal", "local/mean": "local only"}
+    means = [f"{label} {percent(figures[name])}" for name, label in labels.items() if name in figures]
     return f": accuracy in %: {', '.join(means)}" if means else ""
 
 

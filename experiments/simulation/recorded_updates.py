@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from audit.evidence import joined
 from audit.recording.capture import Capture
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from edge_client.config import PolicySection
@@ -210,11 +211,7 @@ def _client_arrays(data: ClientData, form: InputForm) -> dict[str, Any]:
     Both are present if there are at least two other images, because a device splits a source without one of them
     itself.
     """
-    unseen = ImageSet(
-        torch.cat([data.val.images, data.test.images]),
-        torch.cat([data.val.labels, data.test.labels]),
-        data.test.classes,
-    )
+    unseen = joined(data.val, data.test)
     val = max(1, len(data.val)) if len(data.test) else len(unseen) // 2
     parts = {"train": data.train, "val": unseen.rows(range(val)), "test": unseen.rows(range(val, len(unseen)))}
     return {

@@ -7,9 +7,8 @@ batch. Independent of options and terminals.
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import Facts, defended, featured, party_of, roots_of
 from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
-from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, Simulation, beginning
@@ -57,6 +55,7 @@ class Given(Value):
     own: Mapping[str, FederationSpec] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Runs:
     """The runs of one folder.
 
@@ -68,39 +67,31 @@ class Runs:
         given: the clients of all runs, with their last checkpoints kept; None: clients from the settings.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        simulator: Simulator,
-        on_round: OnRound,
-        note: Callable[[str], None] = lambda _: None,
-        given: Given | None = None,
-    ) -> None:
-        self._given = given
-        self._folder = folder
-        self._note = note
-        self._simulator = simulator
-        self._on_round = on_round
-        self._dealing = Lock()
-        # The last ones are cached: the next run is usually another method on the same images.
-        self._opened: tuple[str, Source] | None = None
-        self._dealt: tuple[tuple[str, DealOptions, InputForm], Cohort] | None = None
-        self._defended: tuple[object, Cohort, Facts] | None = None
-        self._featured: tuple[object, Cohort] | None = None
+    folder: Path
+    simulator: Simulator
+    on_round: OnRound
+    note: Callable[[str], None] = lambda _: None
+    given: Given | None = None
+
+    # The last ones are cached: the next run is usually another method on the same images.
+    _opened: tuple[str, Source] | None = field(default=None, init=False)
+    _dealt: tuple[tuple[str, DealOptions, InputForm], Cohort] | None = field(default=None, init=False)
+    _defended: tuple[object, Cohort, Facts] | None = field(default=None, init=False)
+    _featured: tuple[object, Cohort] | None = field(default=None, init=False)
 
     def forget(self, planned: PlannedRun) -> None:
         """Delete a run's record, checkpoints and recorded updates."""
-        record_path(self._folder, planned).unlink(missing_ok=True)
+        record_path(self.folder, planned).unlink(missing_ok=True)
         self._checkpoints(planned).remove()
         shutil.rmtree(self.recording(planned), ignore_errors=True)
 
     def recording(self, planned: PlannedRun) -> Path:
         """Return the folder of a run's recorded updates, whether or not they were kept."""
-        return self._folder / UPDATES_FOLDER / planned.setting.name
+        return self.folder / UPDATES_FOLDER / planned.setting.name
 
     def files(self, planned: PlannedRun) -> list[Path]:
         """Return the record of a finished run, and the checkpoint with all its models if it was kept."""
-        return [record_path(self._folder, planned), *self._checkpoints(planned).files()]
+        return [record_path(self.folder, planned), *self._checkpoints(planned).files()]
 
     def done_rounds(self, planned: PlannedRun) -> int:
         """Return the number of rounds of a run in its checkpoint."""
@@ -114,8 +105,6 @@ class Runs:
     def run(self, planned: PlannedRun) -> dict[str, Any]:
         """Start or resume a run; return its record.
 
-        Several threads may call it concurrently, each for another run.
-
         Raises:
             RunError: no client could train in any round.
             ExperimentError: the data can't be used.
@@ -123,12 +112,13 @@ class Runs:
         """
         setting = planned.setting
         torch.set_num_threads(setting.threads)
-        with self._dealing:  # data sets are downloaded, decoded and partitioned one at a time
-            spec, real = self._cohort_of(setting)
-            cohort, facts = self._defence_of(setting, real)
-            auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
-            seen = self._features_of(setting, spec, cohort)
-        own = {} if self._given is None else self._given.own
+        spec, real = self._cohort_of(setting)
+        cohort, facts = self._defence_of(setting, real)
+        auxiliary = None
+        if planned.keep_updates and self._opened is not None:  # given clients have no source
+            auxiliary = unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
+        seen = self._features_of(setting, spec, cohort)
+        own = {} if self.given is None else self.given.own
         party = party_of(setting, spec, cohort, own)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
@@ -151,22 +141,22 @@ class Runs:
             if recorded is not None:  # before the checkpoint: a lost round is trained and recorded again
                 recorded.add(now)
             checkpoints.save(now, time.monotonic() - started)
-            self._on_round(planned, now)
+            self.on_round(planned, now)
 
-        result = self._simulator(party_of(setting, spec, seen, own), schedule, resume=stood, on_round=keep)
+        result = self.simulator(party_of(setting, spec, seen, own), schedule, resume=stood, on_round=keep)
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)
         record = record_of(planned, party, result, _names(cohort), time.monotonic() - started, facts)
-        write_json(record, record_path(self._folder, planned))
-        if self._given is None:
+        write_json(record, record_path(self.folder, planned))
+        if self.given is None:
             checkpoints.remove()
         return record
 
     def _cohort_of(self, setting: RunSetting) -> tuple[FederationSpec, Cohort]:
         """Return the spec of a run, and the images of its clients."""
-        if self._given is not None:
-            return self._given.spec, self._given.cohort
+        if self.given is not None:
+            return self.given.spec, self.given.cohort
         if self._opened is None or self._opened[0] != setting.data:
             self._opened = setting.data, setting.source()
         source, deal = self._opened[1], setting.deal()
@@ -186,8 +176,8 @@ class Runs:
         if self._defended is None or self._defended[0] != key:
             self._defended = None
             roots = roots_of(setting.seed, tuple(sorted(cohort.clients)))
-            folder = self._folder / STATE_FOLDER / "defence" / f"seed{setting.seed}"
-            self._defended = key, *defended(cohort, setting, roots, folder, self._note)
+            folder = self.folder / STATE_FOLDER / "defence" / f"seed{setting.seed}"
+            self._defended = key, *defended(cohort, setting, roots, folder, self.note)
         return self._defended[1:]
 
     def _features_of(self, setting: RunSetting, spec: FederationSpec, cohort: Cohort) -> Cohort:
@@ -206,21 +196,14 @@ class Runs:
         )
         if self._featured is None or self._featured[0] != key:
             self._featured = None
-            self._note(
+            self.note(
                 f"{', '.join(spec.network.backbone_names)}: computing the frozen backbone's features of all images once"
             )
             self._featured = key, featured(cohort, spec, setting.device)
         return self._featured[1]
 
-    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet | None:
-        """Return images of the opened source that no client holds; None if the clients are given."""
-        if self._given is not None:
-            return None
-        assert self._opened is not None
-        return unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
-
     def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
-        return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)
+        return Checkpoints(self.folder / STATE_FOLDER / planned.setting.name, planned.setting)
 
 
 def _names(cohort: Cohort) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from export.build.to_onnx import Exported, export_personal, verify
+from export.build.to_onnx import export_personal, verify
 from export.build.variants import HeldOut, add_variants, verify_variants
 from export.errors import GateError, InputError, ModelError, SlotError
 from export.model import manifest
@@ -134,7 +134,26 @@ def package_personal(
         model_path = directory / manifest.MODEL_NAME
         exported = export_personal(spec, parts, model_path, round_number=round_number, before=before)
         verification = verify(model_path, spec, parts, test_files, test_labels, before=before)
-        manifest.write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number))
+        content = exported.content
+        described = manifest.Manifest(
+            federation=spec.federation,
+            round=round_number,
+            spec=spec.digest,
+            classes=spec.classes,
+            input=spec.input,
+            takes="pixels" if isinstance(spec.input, ImageForm) else "tensors",
+            model=manifest.ModelFile(sha256=manifest.digest(content), size=len(content), opset=exported.opset),
+            metrics=dict(metrics or {}),
+            verification=verification,
+            created=datetime.now(timezone.utc),
+            versions={
+                "fedcg-edge": version("fedcg-edge"),
+                "torch": str(torch.__version__),
+                "onnx": version("onnx"),
+                "exporter": exported.exporter,
+            },
+        )
+        manifest.write_manifest(directory, described)
         if variants is not None:
             add_variants(directory, variants, threads=threads)
             verify_variants(directory, test_files, test_labels, threads=threads)
@@ -145,34 +164,6 @@ def package_personal(
             manifest.sign_manifest(directory, key)
 
     return installed.install(fill)
-
-
-def _manifest(
-    spec: FederationSpec,
-    exported: Exported,
-    verification: manifest.Verification,
-    metrics: Mapping[str, float],
-    round_number: int,
-) -> manifest.Manifest:
-    content = exported.content
-    return manifest.Manifest(
-        federation=spec.federation,
-        round=round_number,
-        spec=spec.digest,
-        classes=spec.classes,
-        input=spec.input,
-        takes="pixels" if isinstance(spec.input, ImageForm) else "tensors",
-        model=manifest.ModelFile(sha256=manifest.digest(content), size=len(content), opset=exported.opset),
-        metrics=dict(metrics),
-        verification=verification,
-        created=datetime.now(timezone.utc),
-        versions={
-            "fedcg-edge": version("fedcg-edge"),
-            "torch": str(torch.__version__),
-            "onnx": version("onnx"),
-            "exporter": exported.exporter,
-        },
-    )
 
 
 _NEEDED = (Part.EXTRACTOR, Part.CLASSIFIER)

@@ -11,8 +11,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,8 +35,6 @@ from export.model.manifest import (
 from fedcg.values import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import onnx
 
 
@@ -173,30 +172,21 @@ def _file(candidate: _Candidate, opset: int) -> ModelFile:
     return ModelFile(name=f"model-{candidate.name}.onnx", sha256=digest(content), size=len(content), opset=opset)
 
 
-@contextmanager
-def _conversion() -> Iterator[None]:
-    """Turn every exception of a converter into a ConversionError; suppress its warnings and log lines."""
+def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
+    """Convert a model's network without the converter's warnings and log lines; its preprocessing stays exact."""
+    import onnx
+
     root, level = logging.getLogger(), logging.getLogger().level
     try:
         root.setLevel(logging.ERROR)  # the quantiser logs to the root logger
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            model = on_network(onnx.load_model_from_string(content), convert)
+        return bytes(model.SerializeToString(deterministic=True))
     except Exception as error:  # the converters raise arbitrary exceptions
         raise ConversionError(f"can't be created: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
-
-
-def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
-    """Convert a model's network; its preprocessing stays exact."""
-    import onnx
-
-    with _conversion():
-        converted: bytes = on_network(onnx.load_model_from_string(content), convert).SerializeToString(
-            deterministic=True
-        )
-        return converted
 
 
 def _halved(network: onnx.ModelProto) -> onnx.ModelProto:
@@ -216,30 +206,19 @@ def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Sample]) 
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
         plain, ready, done = (Path(folder) / name for name in ("plain.onnx", "ready.onnx", "int8.onnx"))
+        inputs = ({runtime.NETWORK_INPUT: image} for image in calibration)
         plain.write_bytes(network.SerializeToString())
         quant_pre_process(plain, ready, skip_symbolic_shape=True)
         quantize_static(
             ready,
             done,
-            _Calibration(calibration),
+            SimpleNamespace(get_next=partial(next, inputs, None)),
             quant_format=QuantFormat.QDQ,
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
         return onnx.load_model_from_string(done.read_bytes())
-
-
-class _Calibration:
-    """Images one by one, in the interface of onnxruntime's quantiser."""
-
-    def __init__(self, images: Sequence[runtime.Sample]) -> None:
-        self._images = iter(images)
-
-    def get_next(self) -> dict[str, runtime.Sample] | None:
-        """The next input, or None after the last one."""
-        image = next(self._images, None)
-        return None if image is None else {runtime.NETWORK_INPUT: image}
 
 
 _CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Sample]], bytes]] = {

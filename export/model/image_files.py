@@ -146,20 +146,11 @@ def labelled_files(
     return [path for path, _ in found], [label for _, label in found]
 
 
-def labelled_inputs(
-    folder: Path, classes: Sequence[str], form: InputForm, limit: int | None = None
-) -> tuple[list[Sample], Sequence[int]]:
-    """The decoded inputs that `labelled_files` finds, and their class indices.
-
-    Args:
-        folder: as for `labelled_files`.
-        classes: the model's class names.
-        form: what the model takes.
-        limit: maximum number, taken evenly from all; None for all.
+def labelled_inputs(folder: Path, classes: Sequence[str], form: InputForm) -> tuple[list[Sample], Sequence[int]]:
+    """The decoded inputs that `labelled_files` finds, and their class indices; arguments as there.
 
     Raises:
         InputError: as `labelled_files`, or a file that is not an image.
     """
     files, labels = labelled_files(folder, classes, form)
-    step = 1 if limit is None else max(1, -(-len(files) // limit))
-    return load_all(files[::step], form), labels[::step]
+    return load_all(files, form), labels

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError, model_validator
 
 from export.errors import ExportError, InputError, ManifestError, ModelError, TamperedError
 from fedcg.config_file import problems_in_words
@@ -35,10 +35,12 @@ DOMAIN = b"fedcg/1 model manifest\0"
 MAX_SIGNATURE_BYTES = 4096
 
 
-class Signature(BaseModel):
-    """The signature file."""
+class _Frozen(BaseModel, frozen=True, extra="forbid"):
+    """A file, or a part of one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class Signature(_Frozen):
+    """The signature file."""
 
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
@@ -95,7 +97,7 @@ def required(given: str) -> Accept:
 
     path = Path(given)
     try:
-        wanted = (_verify_key(given),) if len(given) == 64 and not path.exists() else _keys_in(path)
+        wanted = (_key_type().from_hex(given),) if len(given) == 64 and not path.exists() else _keys_in(path)
     except (OSError, MalformedError) as error:
         raise ExportError(
             f"{given}: {getattr(error, 'strerror', None) or error}; give a device's public key in 64 hex digits, or a file that contains it "
@@ -143,7 +145,9 @@ def check_intact(directory: Path, manifest: bytes) -> str:
     signature = _read_signature(directory)
     if signature is None:
         return "no signature: not checked"
-    return _check_signer(directory, manifest, (_verify_key(signature.key),), "its own key, signer not verified")
+    return _check_signer(
+        directory, manifest, (_key_type().from_hex(signature.key),), "its own key, signer not verified"
+    )
 
 
 def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
@@ -153,10 +157,6 @@ def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
 
         return (SigningKey.load(path).public,)
     return _key_type().load_all(path)
-
-
-def _verify_key(text: str) -> VerifyKey:
-    return _key_type().from_hex(text)
 
 
 def _key_type() -> type[VerifyKey]:
@@ -201,10 +201,6 @@ MAX_MANIFEST_BYTES = 8 * 1024 * 1024
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelFile(_Frozen):

@@ -177,8 +177,7 @@ def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
     """
     mean, std = (np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1) for values in (form.mean, form.std))
     levels = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32)
-    normalised: npt.NDArray[np.float32] = (levels / np.float32(255) - mean) / std
-    return normalised
+    return (levels / np.float32(255) - mean) / std
 
 
 def network_input(batch: Sample, form: InputForm) -> Sample:
@@ -292,7 +291,7 @@ class Predictor:
         self._form = form
         self._input = INPUT_NAME if isinstance(form, ImageForm) else NETWORK_INPUT
         self._session = session
-        self._check_signature(name)
+        self._check()
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -324,7 +323,8 @@ class Predictor:
         sides = [np.concatenate(side) for side in zip(*found, strict=True)]
         return Outputs(sides[0], sides[-1])
 
-    def _check_signature(self, name: str) -> None:
+    def _check(self) -> None:
+        """Check inputs and outputs, and the form in the file's metadata: shapes are not enough, since a model takes pixels of any size."""
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
         outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
         kind = "float" if self.dtype == np.float32 else "uint8"
@@ -332,20 +332,17 @@ class Predictor:
         given = [(self.class_count,)] * 2 if self.class_count else [outputs[0][2] if outputs else ()]
         expected = ([taken], [(name, "tensor(float)", shape) for name, shape in zip(self._outputs, given, strict=True)])
         if (inputs, outputs) != expected:
-            raise ManifestError(f"{name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}")
-        self._check_form(name)
-
-    def _check_form(self, name: str) -> None:
-        """Check the form in the file's metadata. Shapes are not enough, since a model takes pixels of any size."""
-        form = self._form
-        wanted = form.model_dump(mode="json")
+            raise ManifestError(
+                f"{self.name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}"
+            )
+        wanted = self._form.model_dump(mode="json")
         stated = self._session.get_modelmeta().custom_metadata_map.get("input", "")
         try:
             is_right = json.loads(stated) == wanted
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(f"{name}: is for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
+            raise ManifestError(f"{self.name}: is for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
 
 
 def predictor_of(
@@ -427,8 +424,7 @@ class Model(Value):
     def by_name(self, probabilities: Floats) -> Floats:
         """Probabilities [N, C] with the classes sorted by name, to compare two models."""
         classes = self.manifest.classes
-        ordered: Floats = probabilities[:, np.argsort(classes, kind="stable")] if classes else probabilities
-        return ordered
+        return probabilities[:, np.argsort(classes, kind="stable")] if classes else probabilities
 
     def predict(self, inputs: Sequence[Sample] | Sample) -> Floats:
         """Probabilities of inputs, [N, C] float32; arguments and errors as for `Predictor.run`."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
 from export.model.manifest import MANIFEST_NAME, SIGNATURE_NAME, Accept, Manifest, read_all
@@ -27,10 +27,8 @@ _STAGING_PREFIX = ".staging-"
 _ENGINES_SUFFIX = ".engines"
 
 
-class Pointer(BaseModel):
+class Pointer(BaseModel, frozen=True, extra="forbid"):
     """The pointer file: the version in use and the earlier ones, latest first."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     current: str

@@ -40,33 +40,22 @@ class Metrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        registry = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "fedcg_serve_requests", "Prediction requests, by outcome.", ["outcome"], registry=registry
-        )
-        self.seconds = Histogram(
-            "fedcg_serve_request_seconds",
-            "Seconds from a request's first byte to its response.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.batches = Histogram(
-            "fedcg_serve_batch_images", "Images per batch.", buckets=IMAGES_BUCKETS, registry=registry
-        )
-        self.classes = Counter("fedcg_serve_predictions", "Images, by likeliest class.", ["class"], registry=registry)
-        self.loads = Counter("fedcg_serve_model_loads", "New versions, by outcome.", ["outcome"], registry=registry)
-        self.rollbacks = Counter(
-            "fedcg_serve_rollbacks", "Versions rolled back, by reason.", ["reason"], registry=registry
-        )
-        self._queue = Gauge("fedcg_serve_queue_images", "Images accepted but not answered yet.", registry=registry)
-        self._ready = Gauge("fedcg_serve_ready", "1 while predictions are served.", registry=registry)
-        self._model = Gauge("fedcg_serve_model_info", "The model in service.", IDENTITY, registry=registry)
-        self._candidate = Gauge(
-            "fedcg_serve_candidate_images",
-            "Images compared between the candidate and the version in service.",
-            ["version"],
-            registry=registry,
-        )
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        gauge = partial(Gauge, registry=self._registry)
+        self.requests = counter("fedcg_serve_requests", "Prediction requests, by outcome.", ["outcome"])
+        duration = "Seconds from a request's first byte to its response."
+        self.seconds = histogram("fedcg_serve_request_seconds", duration, buckets=SECONDS_BUCKETS)
+        self.batches = histogram("fedcg_serve_batch_images", "Images per batch.", buckets=IMAGES_BUCKETS)
+        self.classes = counter("fedcg_serve_predictions", "Images, by likeliest class.", ["class"])
+        self.loads = counter("fedcg_serve_model_loads", "New versions, by outcome.", ["outcome"])
+        self.rollbacks = counter("fedcg_serve_rollbacks", "Versions rolled back, by reason.", ["reason"])
+        self._queue = gauge("fedcg_serve_queue_images", "Images accepted but not answered yet.")
+        self._ready = gauge("fedcg_serve_ready", "1 while predictions are served.")
+        self._model = gauge("fedcg_serve_model_info", "The model in service.", IDENTITY)
+        compared = "Images compared between the candidate and the version in service."
+        self._candidate = gauge("fedcg_serve_candidate_images", compared, ["version"])
 
     def text(self, served: Model | None, candidate: Candidate | None, *, queue: int, is_ready: bool) -> bytes:
         """The metrics page.

@@ -44,21 +44,19 @@ class Batcher:
         max_wait_s: longest time that the first request of a batch waits for others.
         capacity: largest number of accepted, unanswered images.
         observe: called with the number of images of every batch.
+
+    Attributes:
+        length: images accepted but not answered yet.
     """
 
     def __init__(self, *, max_batch: int, max_wait_s: float, capacity: int, observe: Callable[[int], None]) -> None:
         self._max_batch, self._max_wait_s, self._capacity = max_batch, max_wait_s, capacity
         self._observe = observe
         self._jobs: deque[_Job] = deque()
-        self._taken = 0  # images with a place
+        self.length = 0
         self._coming = 0  # places with images still being decoded
         self._is_closing = False
         self._changed = asyncio.Event()
-
-    @property
-    def length(self) -> int:
-        """Images accepted but not answered yet."""
-        return self._taken
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -96,14 +94,14 @@ class Batcher:
         try:
             yield predict
         finally:
-            self._taken -= taken
+            self.length -= taken
             self._coming -= is_coming
             self._changed.set()
 
     def _take(self, images: int) -> None:
-        if self._taken + images > self._capacity:
-            raise QueueFullError(f"{self._taken} images are waiting; the limit is {self._capacity}")
-        self._taken += images
+        if self.length + images > self._capacity:
+            raise QueueFullError(f"{self.length} images are waiting; the limit is {self._capacity}")
+        self.length += images
 
     async def _run(self, thread: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()

@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from export.errors import ExportError, ModelError
 from export.model.manifest import Accept
@@ -51,6 +51,7 @@ def _floor(model: Model, current: Model) -> float:
     return least_agreement(*(one.manifest.verification.accuracy_onnx for one in (current, model)))
 
 
+@dataclass(eq=False)
 class Candidate:
     """A chosen version while it is compared with the version in service.
 
@@ -65,22 +66,21 @@ class Candidate:
         chance: a number in [0, 1) for each request; below the stage's share the request is compared.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        current: Model,
-        stage: CandidateStage,
-        began_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
-        self.model, self._current, self._stage = model, current, stage
-        self._began_s, self._clock, self._chance = began_s, clock, chance
+    model: Model
+    current: Model
+    stage: CandidateStage
+    began_s: float
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    chance: Callable[[], float] = random.random
+
+    def __post_init__(self) -> None:
         self.since = datetime.now(timezone.utc)
         self.progress = Progress(0, None, 0)
         """Progress at the last check; replaced atomically."""
-        self._comparison = Comparison(model.version, current.version, stage, _floor(model, current))
+        self._comparison = Comparison(
+            self.model.version, self.current.version, self.stage, _floor(self.model, self.current)
+        )
         self._pairs: deque[Pair] = deque()  # from the comparison's thread to the caller of `verdict`
         self._room = threading.BoundedSemaphore(PENDING)
         self._thread = ThreadPoolExecutor(1, "candidate")
@@ -88,7 +88,7 @@ class Candidate:
 
     def offer(self, served: Model, images: Sequence[Sample]) -> None:
         """Compare images that `served` has answered, if they are in the share and there is room; returns at once."""
-        if served is not self._current or self._chance() >= self._stage.share or not self._room.acquire(blocking=False):
+        if served is not self.current or self.chance() >= self.stage.share or not self._room.acquire(blocking=False):
             return
         try:
             self._thread.submit(self._compare, images)
@@ -112,11 +112,11 @@ class Candidate:
 
     def as_json(self) -> dict[str, object]:
         """The stage as shown by `/model`."""
-        stage = {"since": self.since.isoformat(), "of_images": self._stage.images}
+        stage = {"since": self.since.isoformat(), "of_images": self.stage.images}
         return {**self.model.identity(), **stage, **asdict(self.progress)}
 
     def _elapsed_s(self) -> float:
-        return self._clock() - self._began_s
+        return self.clock() - self.began_s
 
     def _compare(self, images: Sequence[Sample]) -> None:
         """On the thread: run both versions directly after each other, in alternating order, so that other load affects both equally."""
@@ -124,9 +124,9 @@ class Candidate:
             self._is_turned = not self._is_turned
             if self._is_turned:
                 candidate, candidate_s = self._predicted(self.model, images)
-                current, current_s = self._predicted(self._current, images)
+                current, current_s = self._predicted(self.current, images)
             else:
-                current, current_s = self._predicted(self._current, images)
+                current, current_s = self._predicted(self.current, images)
                 candidate, candidate_s = self._predicted(self.model, images)
             if current is not None:
                 self._pairs.append(Pair(current, current_s, candidate, candidate_s))
@@ -135,14 +135,14 @@ class Candidate:
 
     def _predicted(self, model: Model, images: Sequence[Sample]) -> tuple[Floats | None, float]:
         """Probabilities by class name, and seconds; None if the model fails or returns values that are not finite."""
-        began = self._clock()
+        began = self.clock()
         try:
             rows = model.predict(images)
         except Exception as error:  # noqa: BLE001 - onnxruntime's own exception types are not public, and every failure counts
             log.log(logging.DEBUG if self._has_failed else logging.WARNING, _FAILED, model.version, error)
             self._has_failed = True
-            return None, self._clock() - began
-        return (model.by_name(rows) if np.isfinite(rows).all() else None), self._clock() - began
+            return None, self.clock() - began
+        return (model.by_name(rows) if np.isfinite(rows).all() else None), self.clock() - began
 
 
 RECORD_NAME = "SERVING"
@@ -151,9 +151,7 @@ Look = tuple[Path, Stamp] | str
 log = logging.getLogger(__name__)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Record(BaseModel, frozen=True, extra="forbid"):
     format: Literal[1] = 1
     version: Annotated[str, Field(pattern=r"^\d{1,20}$")]
 
@@ -180,6 +178,7 @@ def note_serving(root: Path, version: str | None) -> None:
         log.warning("%s: %s; a restart may serve or compare a different version", path, error)
 
 
+@dataclass(eq=False)
 class ServedModel:
     """The newest usable version under a directory.
 
@@ -197,20 +196,18 @@ class ServedModel:
         clock: seconds of a steady clock.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        threads: int,
-        warm_up: Sequence[int],
-        observe: Callable[[str], None] = lambda _: None,
-        accept: Accept | None = None,
-        stage: CandidateStage | None = None,
-        watch: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
-        self._accept, self._stage, self._watch, self._clock = accept, stage, Watch(watch), clock
+    directory: Path
+    _: KW_ONLY
+    threads: int
+    warm_up: Sequence[int]
+    observe: Callable[[str], None] = lambda _: None
+    accept: Accept | None = None
+    stage: CandidateStage | None = None
+    watch: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.watch)
         self._seen: Look | None = None
         self._served: Look | None = None  # result of `_look` for the version in service
         self._began_s: float | None = None
@@ -220,7 +217,7 @@ class ServedModel:
         """The chosen version while it is compared with the one in service; None outside a stage."""
         self.since = datetime.now(timezone.utc)
         """When the version in service started to serve."""
-        self.refused = f"{directory}: no model is loaded yet"
+        self.refused = f"{self.directory}: no model is loaded yet"
         """Why the version chosen last is not in service; "" if it is."""
         self.taken_back = ""
         """The version that was rolled back last, and why; "" if none was."""
@@ -247,20 +244,20 @@ class ServedModel:
         if seen == self._seen:
             return self._settled()
         self._seen = seen
-        self._drop()  # before another is loaded: memory suffices for two
+        self.close()  # before another is loaded: memory suffices for two
         if self.current is not None and seen == self._served:
             self.refused = ""
             self._end_stage()
             return None
-        if self.current is None and self._stage is not None:
+        if self.current is None and self.stage is not None:
             self._resume()
         try:
-            model = self._loaded(self._directory)
+            model = self._loaded(self.directory)
         except (ExportError, OSError, MemoryError) as error:
             self._began_s = None
             self._refuse(str(error) or "not enough memory for it next to the one in service")
         else:
-            self._observe("loaded")
+            self.observe("loaded")
             self.refused = ""
             return self._introduce(model)
         return None
@@ -280,8 +277,10 @@ class ServedModel:
             candidate.offer(served, images)
 
     def close(self) -> None:
-        """End the comparison; a restarted server begins a new one."""
-        self._drop()
+        """End the comparison, if any; a restarted server begins a new one."""
+        if self.candidate is not None:
+            self.candidate.close()
+            self.candidate = None
 
     def take_back(self, verdict: VersionFault) -> bool:
         """Roll a version that performs badly back to the previous one; return whether that was possible.
@@ -289,7 +288,7 @@ class ServedModel:
         Nothing changes if there is no other version, or another one was chosen in the meantime. If that one is the candidate, it takes
         the requests at once: comparing it with a bad version is useless.
         """
-        installed = ModelVersions(self._directory, accept=self._accept)
+        installed = ModelVersions(self.directory, accept=self.accept)
         if self.candidate is not None and self.current is not None and verdict.version == self.current.version:
             log.error("version %s performs badly, so the candidate serves: %s", verdict.version, verdict.reason)
             self._promote(self.candidate.model)
@@ -309,7 +308,7 @@ class ServedModel:
     def _introduce(self, model: Model) -> VersionFault | None:
         """Serve a loaded version, or compare it first if it succeeds the one in service; a verdict if it can't be compared."""
         before, is_insisted = self.current, model.version in self._left
-        if self._stage is None or before is None or is_insisted or not self._succeeds(before.version):
+        if self.stage is None or before is None or is_insisted or not self._succeeds(before.version):
             self._promote(model)
         elif not is_comparable(model, before):
             reason = f"its classes or inputs differ from version {before.version}, so it can't be compared; if that is intended, "
@@ -317,11 +316,11 @@ class ServedModel:
             return self._reject(VersionFault(model.version, "incomparable", reason))
         else:
             if self._began_s is None:  # a version that replaces a candidate gets the rest of its time
-                self._began_s = self._clock()
+                self._began_s = self.clock()
             note_serving(self._root, before.version)
-            self.candidate = Candidate(model, before, self._stage, self._began_s, clock=self._clock)
+            self.candidate = Candidate(model, before, self.stage, self._began_s, clock=self.clock)
             told = "comparing version %s with version %s, which serves, on %d images or for %.0f s"
-            log.info(told, model.version, before.version, self._stage.images, self._stage.limit_s)
+            log.info(told, model.version, before.version, self.stage.images, self.stage.limit_s)
         return None
 
     def _settled(self) -> VersionFault | None:
@@ -339,7 +338,7 @@ class ServedModel:
 
     def _reject(self, verdict: VersionFault) -> VersionFault | None:
         """Roll back a version that does not serve yet, or refuse it if the pointer can't be moved."""
-        self._drop()
+        self.close()
         self._began_s = None
         if self.take_back(verdict):
             self._seen = None  # it may be chosen again before the next check
@@ -349,7 +348,7 @@ class ServedModel:
 
     def _promote(self, model: Model) -> None:
         """Put the chosen version in service and end the stage, if any: on disk first, so that a restart serves the same version."""
-        self._drop()
+        self.close()
         self._end_stage()
         self._serve(model, self._seen)
 
@@ -366,23 +365,18 @@ class ServedModel:
             model.signature,
         )
 
-    def _drop(self) -> None:
-        if self.candidate is not None:
-            self.candidate.close()
-            self.candidate = None
-
     def _end_stage(self) -> None:
         self._began_s = None
         note_serving(self._root, None)
 
     @property
     def _root(self) -> Path:
-        return ModelVersions(self._directory).root
+        return ModelVersions(self.directory).root
 
     def _succeeds(self, version: str) -> bool:
         """Whether a rollback can return to `version`; not after a rollback from it."""
         try:
-            return version in ModelVersions(self._directory).previous()
+            return version in ModelVersions(self.directory).previous()
         except (ExportError, OSError):
             return False
 
@@ -400,25 +394,25 @@ class ServedModel:
     def _look(self) -> Look:
         """Identity of the model to load; changes if another version is chosen or one of its files is replaced."""
         try:
-            return _stamped(resolve(self._directory))
+            return _stamped(resolve(self.directory))
         except (ExportError, OSError) as error:
             return str(error)
 
     def _loaded(self, directory: Path) -> Model:
-        model = Model.load(directory, threads=self._threads, accept=self._accept)
+        model = Model.load(directory, threads=self.threads, accept=self.accept)
         before = self.current
         if before is not None and before.manifest.federation != model.manifest.federation:
             raise ModelError(
                 f"{model.directory}: a model of federation {model.manifest.federation}, but this server serves "
                 f"{before.manifest.federation}; start a separate server for it"
             )
-        for images in self._warm_up:
+        for images in self.warm_up:
             _try(model, images)
         return model
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        self._observe("refused")
+        self.observe("refused")
         kept = f"; version {self.current.version} stays in service" if self.current else ""
         log.error("model refused: %s%s", reason, kept)
 

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.image_files import Classified
@@ -74,6 +75,7 @@ class Place(Value):
         return Will(self.status, json.dumps({"online": False}).encode())
 
 
+@dataclass(eq=False)
 class MqttServer:
     """Answers requests from one broker.
 
@@ -86,18 +88,16 @@ class MqttServer:
         top: number of classes per image.
     """
 
-    def __init__(
-        self,
-        models: ServedModel,
-        place: Place,
-        connect: Callable[[Will], Transport],
-        limits: Limits,
-        capacity: int,
-        top: int,
-    ) -> None:
-        self._models, self._place, self._limits, self._top = models, place, limits, top
-        self._transport = connect(place.will())
-        self._waiting: queue.Queue[tuple[str, bytes]] = queue.Queue(capacity)
+    models: ServedModel
+    place: Place
+    connect: Callable[[Will], Transport]
+    limits: Limits
+    capacity: int
+    top: int
+
+    def __post_init__(self) -> None:
+        self._transport = self.connect(self.place.will())
+        self._waiting: queue.Queue[tuple[str, bytes]] = queue.Queue(self.capacity)
         self._stopping = threading.Event()
         self._published: dict[str, object] = {}
 
@@ -107,8 +107,8 @@ class MqttServer:
 
     def run(self) -> None:
         """Answer requests until stopped."""
-        self._models.refresh()
-        self._transport.subscribe(self._place.requests)
+        self.models.refresh()
+        self._transport.subscribe(self.place.requests)
         self._transport.start(self._received, self._link)
         looked_at = time.monotonic()
         try:
@@ -119,13 +119,13 @@ class MqttServer:
                     looked_at = time.monotonic()
                     self._look()
         finally:
-            self._models.close()
-            self._publish(self._place.status, {"online": False}, retain=True)
+            self.models.close()
+            self._publish(self.place.status, {"online": False}, retain=True)
             self._transport.close()
 
     def _received(self, delivery: Delivery) -> None:
         """On the transport's thread: enqueue, or refuse."""
-        reply_to = self._place.response_to(delivery.topic)
+        reply_to = self.place.response_to(delivery.topic)
         if reply_to is None or delivery.retained:
             return
         refusal = self._objection(delivery)
@@ -141,8 +141,8 @@ class MqttServer:
         """Why a request is refused; None if it is queued."""
         if self._stopping.is_set():
             return RefusedError(503, "draining", "the server is shutting down; retry after its restart")
-        if len(delivery.payload) > self._limits.max_bytes:
-            message = f"the request is larger than {self._limits.max_bytes} bytes; send a smaller input, or raise --max-bytes of the server"
+        if len(delivery.payload) > self.limits.max_bytes:
+            message = f"the request is larger than {self.limits.max_bytes} bytes; send a smaller input, or raise --max-bytes of the server"
             return RefusedError(413, "body_too_large", message)
         return None
 
@@ -150,12 +150,12 @@ class MqttServer:
         self._published = {}  # the status is published again after a reconnect
 
     def _look(self) -> None:
-        self._models.look()
-        served, candidate = self._models.current, self._models.candidate
+        self.models.look()
+        served, candidate = self.models.current, self.models.candidate
         status: dict[str, object] = {"online": served is not None and not self._stopping.is_set()}
-        status |= served.identity() if served is not None else {"reason": self._models.refused}
+        status |= served.identity() if served is not None else {"reason": self.models.refused}
         status |= {} if candidate is None else {"candidate": candidate.model.version}
-        if status != self._published and self._publish(self._place.status, status, retain=True):
+        if status != self._published and self._publish(self.place.status, status, retain=True):
             self._published = status
 
     def _answer(self, reply_to: str, payload: bytes) -> None:
@@ -170,23 +170,23 @@ class MqttServer:
         self._publish(reply_to, document)
 
     def _predict(self, payload: bytes) -> dict[str, object]:
-        served = self._models.current
+        served = self.models.current
         if served is None:
-            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when a model is ready")
+            raise RefusedError(503, "no_model", f"{self.models.refused}; the status topic shows when a model is ready")
         if not payload:
             raise RefusedError(
                 400, "empty_body", "the payload is empty; send the bytes of an image or of an npy file, or JSON"
             )
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else BYTES_TYPE
-        inputs = read_inputs(payload, kind, served.manifest.input, self._limits)
+        inputs = read_inputs(payload, kind, served.manifest.input, self.limits)
         samples = [one for _, one in inputs]
         try:
             rows = served.predict(samples)
         except Exception:
-            self._models.failed(served)
+            self.models.failed(served)
             raise
-        self._models.answered(served, samples, rows)
-        results = [Classified.of(served, name, row, self._top) for (name, _), row in zip(inputs, rows, strict=True)]
+        self.models.answered(served, samples, rows)
+        results = [Classified.of(served, name, row, self.top) for (name, _), row in zip(inputs, rows, strict=True)]
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
     def _publish(self, topic: str, document: dict[str, object], *, retain: bool = False) -> bool:

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from experiments.errors import OptionError
 from experiments.papers.catalogue import claims, find_presets, presets
-from experiments.papers.plan import TableRun, plan_runs
+from experiments.papers.plan import plan_runs
 from experiments.settings import check
 from experiments.simulation.batch import PlannedRun
 from fedcg.learning.mechanisms.dp_sgd import Spent, private_step_count, sampling_rate
@@ -22,7 +22,7 @@ CIFAR = "fedcg:table1:cifar10-4"
 def planned(paper: str, row: str, **typed: Any) -> PlannedRun:
     """The only run of seed 0 of a row of a table."""
     (run,) = plan_runs(paper, methods=[row], seeds=[0], **typed)
-    return run.planned()
+    return run
 
 
 def test_every_claim_names_rows_of_its_table() -> None:
@@ -47,7 +47,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
 
 
 def test_a_published_table_is_planned_exactly_as_published() -> None:
-    runs = [run.planned() for run in plan_runs(CIFAR)]
+    runs = plan_runs(CIFAR)
     assert {run.setting.seed for run in runs} == {0, 1, 2, 3, 4}
     assert all(run.reduced == {} and run.setting.paper == CIFAR for run in runs)
     of = {(run.setting.method, run.setting.variant): run.setting for run in runs}
@@ -62,11 +62,11 @@ def test_a_published_table_is_planned_exactly_as_published() -> None:
 
 
 def test_fedmd_cg_searches_its_learning_rate() -> None:
-    runs = [run.planned().setting for run in plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3])]
+    runs = [run.setting for run in plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3])]
     assert [(run.variant, run.lr) for run in runs] == [("lr=0.01", 0.01), ("lr=0.05", 0.05), ("lr=0.08", 0.08)]
     assert {(run.rounds, run.local_steps, run.params["diversity"]) for run in runs} == {(250, 20, "published_2")}
     (chosen,) = plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3], setting={"lr": 0.05})
-    assert (chosen.variant, chosen.planned().reduced) == ("lr=0.05", {})
+    assert (chosen.setting.variant, chosen.reduced) == ("lr=0.05", {})
 
 
 def test_a_value_outside_the_published_search_is_a_difference() -> None:
@@ -76,7 +76,7 @@ def test_a_value_outside_the_published_search_is_a_difference() -> None:
 
 def test_the_authors_code_is_a_budget_that_goes_with_a_shorter_one_and_leaves_a_rows_own_values_alone() -> None:
     runs = plan_runs("fedmd_cg:table4:cifar10-w10@code+r50", seeds=[0], setting={"lr": 0.05})
-    of = {run.variant: run.planned() for run in runs}
+    of = {run.setting.variant: run for run in runs}
     params = ("divergence", "temperature", "ramp_power", "lambda2", "diversity")
     whole, without = of["lr=0.05"], of["model-no-mse-lr=0.05"].setting.params
     assert set(whole.reduced) == {"network", "rounds", *(f"params.{name}" for name in params)}
@@ -119,7 +119,7 @@ def test_data_that_nobody_can_download_has_to_be_brought() -> None:
 
 def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
     rows = ("fedavg/ats", "fedavg/dp-5-10", "fedavg/gc-40", "fedcg", "ppidsg")
-    runs = [run.planned() for run in plan_runs("ppidsg:table4:mnist", methods=rows, seeds=[0])]
+    runs = plan_runs("ppidsg:table4:mnist", methods=rows, seeds=[0])
     assert all(run.reduced == {} for run in runs)
     settings = [run.setting for run in runs]
     assert [
@@ -134,16 +134,16 @@ def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
     ]
     assert planned("ppidsg:table8:cifar10", "ppidsg/ir-ia").setting.params["scrambling"] == "IR,IA,IS"
     (whole,) = plan_runs("ppidsg:table8:cifar10", methods=["ppidsg/"], seeds=[0])
-    assert (whole.paper, whole.variant) == ("ppidsg:table4:cifar10", "")
+    assert (whole.setting.paper, whole.setting.variant) == ("ppidsg:table4:cifar10", "")
     assert len(plan_runs("ppidsg:table8:cifar10", methods=["ppidsg"], seeds=[0])) == 13
 
 
 def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_are_over_both() -> None:
     name, rows = "ppidsg:table4:digits@small", ["fedavg/", "ppidsg/"]
-    plain = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0])]
+    plain = plan_runs(name, methods=rows, seeds=[0])
     assert {run.setting.network for run in plain} == {"image_small"}
     assert [run.reduced["network"] for run in plain] == [("lenet5_relu", "image_small"), ("image_paper", "image_small")]
-    runs = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0], setting={"generator": "conv"})]
+    runs = plan_runs(name, methods=rows, seeds=[0], setting={"generator": "conv"})
     assert {run.setting.generator for run in runs} == {"conv"}
 
 
@@ -152,7 +152,7 @@ def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_a
 )
 def test_every_row_of_a_reduced_budget_can_be_run(name: str) -> None:
     for run in plan_runs(name, seeds=[0]):
-        check(run.planned().setting)
+        check(run.setting)
 
 
 def test_what_is_typed_is_over_what_a_budget_sets_for_a_method_or_a_row() -> None:
@@ -161,7 +161,7 @@ def test_what_is_typed_is_over_what_a_budget_sets_for_a_method_or_a_row() -> Non
     typed: dict[str, JsonValue] = {"defence_params": {"v_e": 0.3}}
     rows = ["fedavg/", "fedavg/antigan"]
     runs = plan_runs("antigan:table1:digits-2@digits", methods=rows, seeds=[0], setting=typed)
-    plain, mixed = (run.planned().setting for run in runs)
+    plain, mixed = (run.setting for run in runs)
     assert (plain.defence, plain.defence_params) == (None, {})
     assert mixed.defence_params == {"gan_steps": 400, "obfuscation_steps": 200, "batch_size": 25, "v_e": 0.3}
 
@@ -193,21 +193,21 @@ def test_one_run_serves_every_table_that_shows_it() -> None:
         plan_runs(f"fedmd_cg:table{table}:cifar10-w10", methods=[row], seeds=[0], setting={"lr": 0.05})
         for table, row in ((1, "fedmd_cg"), (3, "fedmd_cg/kdc"), (4, "fedmd_cg"), (5, "fedmd_cg/div2"))
     )
-    full = [run for run in others[1] if run.variant == "lr=0.05"]
+    full = [run for run in others[1] if run.setting.variant == "lr=0.05"]
     assert list(whole) == list(others[0]) == full == list(others[2])
 
 
 def test_every_planned_run_is_accepted_by_the_setting_and_by_its_method() -> None:
-    runs: dict[object, TableRun] = {}  # every run that published figures need, each once
+    runs: dict[str, PlannedRun] = {}  # every run that published figures need, each once
     for preset in presets().values():
         rows = [row.key for row in preset.rows.values() if row.needs is None and row.figures]
         brought: dict[str, JsonValue] | None = {"data": "brought"} if preset.needs else None
         if preset.stand_in is None and rows:
-            runs |= {run.key: run for run in plan_runs(preset.name, methods=rows, setting=brought)}
-    seen = {(run.paper, run.method, run.variant): run for run in runs.values()}
+            runs |= {run.setting.name: run for run in plan_runs(preset.name, methods=rows, setting=brought)}
+    settings = (run.setting for run in runs.values())
+    seen = {(one.paper or "", one.method, one.variant): one for one in settings}
     assert sum(len(presets()[paper].seeds) for paper, _, _ in seen) == len(runs)
-    assert {run.method for run in seen.values()} <= set(method_names())
-    for run in seen.values():
-        setting = run.planned().setting
+    assert {method for _, method, _ in seen} <= set(method_names())
+    for setting in seen.values():
         setting.deal()
-        get_method(run.method).params_type.model_validate(setting.all_params())
+        get_method(setting.method).params_type.model_validate(setting.all_params())
