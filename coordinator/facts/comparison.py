@@ -13,12 +13,14 @@ from coordinator.updates.robustness import Yardstick
 from coordinator.updates.validation import base_in
 from fedcg.values import Value
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.schemas import Outcome
+from fedcg.wire.messages.schemas import Outcome, ServedModel
 
 MAX_READ_BYTES = 64_000_000
 """Of a version whose weights are compared; decoded, both take several times this memory."""
 ReadArtifact = Callable[[str], bytes]
-KeyT, FoundT = TypeVar("KeyT"), TypeVar("FoundT")
+Unit = Literal["share", "size", "ms", "number", "text"]
+KeyT = TypeVar("KeyT")
+FoundT = TypeVar("FoundT")
 
 
 class ComparedFigure(Value):
@@ -27,7 +29,7 @@ class ComparedFigure(Value):
     what: str
     first: int | float | str | None
     second: int | float | str | None
-    unit: Literal["share", "size", "ms", "number", "text"]
+    unit: Unit
 
 
 def compared(known: Known, federation: str, first: str, second: str, read: ReadArtifact) -> list[ComparedFigure]:
@@ -99,15 +101,18 @@ def _of_devices(
     yield from _by_class(*(by_class(known, federation, {each: last[each]}) for each in (first, second)))
     yield from _moved(last[first], last[second])
     served = {each.device: each.model for each in served_models(known, federation)}
-    models = [served.get(first), served.get(second)]
-    yield ComparedFigure(
-        "exported model", *(None if each is None else f"round {each.round}, {each.serves}" for each in models), "text"
-    )
-    forms = [{form.name: form for form in each.forms} if each is not None else {} for each in models]
-    for name in {**forms[0], **forms[1]}:
-        one, other = forms[0].get(name), forms[1].get(name)
-        yield ComparedFigure(f"size of {name}", one and one.size, other and other.size, "size")
-        yield ComparedFigure(f"latency of {name}", one and one.latency_ms, other and other.latency_ms, "ms")
+    figures = [_of_export(served[each]) if each in served else {} for each in (first, second)]
+    for what, unit in {**figures[0], **figures[1]}:
+        yield ComparedFigure(what, figures[0].get((what, unit)), figures[1].get((what, unit)), unit)
+
+
+def _of_export(model: ServedModel) -> dict[tuple[str, Unit], int | float | str | None]:
+    found: dict[tuple[str, Unit], int | float | str | None] = {}
+    found["exported model", "text"] = f"round {model.round}, {model.serves}"
+    for form in model.forms:
+        found[f"size of {form.name}", "size"] = form.size
+        found[f"latency of {form.name}", "ms"] = form.latency_ms
+    return found
 
 
 def _moved(one: UpdateRecord, other: UpdateRecord) -> Iterator[ComparedFigure]:

@@ -247,8 +247,8 @@ def compare_records(record: OwnRecord, federation: str, stored: Sequence[Mapping
         else:
             what, same = "", same + 1
         if what:
-            at = (mine["round"], mine["attempt"]) if mine is not None else (own[artifact].round, own[artifact].attempt)
-            found.append(Difference(*at, artifact, what))
+            at = own[artifact].model_dump() if mine is None else mine
+            found.append(Difference(at["round"], at["attempt"], artifact, what))
     return Comparison(record.device, same, earlier, sorted(found, key=lambda each: (each.round, each.attempt)))
 
 
