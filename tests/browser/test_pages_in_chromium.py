@@ -126,6 +126,7 @@ MORE_SCREENS = (
     "/federations/new",
     "/enrolment",
     "/repairs",
+    "/sessions",
     "/events",
     "/confirm/stop/tiny",
     "/confirm/set/tiny",
