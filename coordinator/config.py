@@ -21,6 +21,8 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines, and need TLS and a token
 KEEP_ROUNDS = 10
 Port = Annotated[int, Field(ge=1, le=65535)]
+SECURE_URL = r"^(https://[^\s/?#@\\]{1,255}|http://(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?)(/[^\s#]{0,500})?$"
+"""HTTPS, or HTTP on this machine."""
 _SERVER = r"^{}://([^\s@/:]{{1,128}}@)?([A-Za-z0-9.-]{{1,255}}|\[[0-9a-fA-F:]{{2,39}}\])(:\d{{1,5}})?$"
 
 
@@ -262,6 +264,34 @@ class NotifySettings(Settings):
         return self
 
 
+class OidcSettings(Settings):
+    """Sign-in to the page with accounts of an OpenID Connect provider. Off without `issuer`. Tokens always work too.
+
+    Attributes:
+        issuer: the provider, exactly as it names itself: https://HOST/PATH (http only on this machine).
+        page_url: address of the page in browsers. The redirect URI at the provider is PAGE_URL/login/oidc/callback.
+        client_id: id of this coordinator at the provider.
+        client_secret_file: file with its secret (client_secret_basic); relative to this file.
+        scopes: requested scopes.
+        claim: claim with the groups or roles of a person.
+        roles: role for each value of the claim. The highest one counts; people without any are refused.
+    """
+
+    issuer: Annotated[str | None, Field(pattern=SECURE_URL, description="https://HOST/PATH")] = None
+    page_url: Annotated[str | None, Field(pattern=SECURE_URL, description="https://HOST")] = None
+    client_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
+    client_secret_file: str | None = None
+    scopes: Annotated[str, Field(pattern=r"^openid( [!-~]{1,100}){0,20}$")] = "openid profile email"
+    claim: Annotated[str, Field(min_length=1, max_length=255)] = "groups"
+    roles: dict[str, Literal["viewer", "operator", "admin"]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _issuer_has_its_client(self) -> Self:
+        if self.issuer and not (self.page_url and self.client_id and self.client_secret_file and self.roles):
+            raise ValueError("issuer also needs page_url, client_id, client_secret_file and roles")
+        return self
+
+
 class CoordinatorConfig(Settings):
     """`fedcg coordinator init` writes the configuration of a coordinator, and the operator edits it. Restart the coordinator after a change.
 
@@ -280,6 +310,7 @@ class CoordinatorConfig(Settings):
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
     notify: NotifySettings = NotifySettings()
+    oidc: OidcSettings = OidcSettings()
 
     def host_of(self, listener: ListenerSettings) -> str:
         """The host name at which devices reach a listener."""

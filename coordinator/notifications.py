@@ -19,7 +19,7 @@ from email.message import EmailMessage
 from urllib.parse import urlsplit
 
 from coordinator.config import LOOPBACK_HOSTS, NotifySettings
-from coordinator.errors import ConfigError, NotFoundError
+from coordinator.errors import NotFoundError
 from coordinator.facts.devices import device_facts
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
@@ -244,9 +244,9 @@ class Notifier(Value):
         if settings.webhook is not None:
             found["webhook"] = Webhook(settings.webhook)
         if settings.smtp is not None:
-            found["mail"] = Email(settings, _password(home, settings.smtp_password_file))
+            found["mail"] = Email(settings, home.password("notify", settings.smtp_password_file))
         if settings.mqtt is not None:
-            found["mqtt"] = HomeAssistant(settings, _password(home, settings.mqtt_password_file))
+            found["mqtt"] = HomeAssistant(settings, home.password("notify", settings.mqtt_password_file))
         return Notifier(found)
 
     def facts(self) -> list[ChannelFacts]:
@@ -267,13 +267,6 @@ class Notifier(Value):
             raise NotFoundError(f"no channel {name[:40]!r} is set under [notify] in coordinator.toml; set are: {there}")
         self.channels[name].attempt(deque([TEST]), known)
         return self.channels[name]
-
-
-def _password(home: Home, name: str | None) -> str:
-    try:
-        return "" if name is None else (home.root / name).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"{home.config_file}: the password's file under [notify] can't be read: {error}") from error
 
 
 class ProblemWatch:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config
-from coordinator.errors import HomeError
+from coordinator.errors import ConfigError, HomeError
 from fedcg.errors import ALREADY_RUNNING, NOT_FOUND
 from fedcg.files import PRIVATE, SECRET_BYTES, HeldError, is_locked, locked, secret_in
 from fedcg.values import Value
@@ -69,6 +69,17 @@ class Home(Value):
         """The path of the public images if configured; a relative path starts in this directory."""
         named = config.aggregation.public_data
         return None if named is None else self.root / named
+
+    def password(self, table: str, name: str | None) -> str:
+        """The content of a file that coordinator.toml names in a table; a relative path starts in this directory. Empty without a name.
+
+        Raises:
+            ConfigError: it can't be read.
+        """
+        try:
+            return "" if name is None else (self.root / name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{self.config_file}: the file {name} under [{table}] can't be read: {error}") from error
 
     def make_folders(self) -> None:
         """Create missing folders, since a copy of configuration and keys is a valid home."""

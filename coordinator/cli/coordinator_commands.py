@@ -75,6 +75,35 @@ def token_revoke(
     return done, f"token {token} of {done['name']} is revoked."
 
 
+session_app = typer.Typer(help="List and end open sessions of the page.", no_args_is_help=True)
+
+
+@session_app.command("list")
+@asks
+def session_list(client: Client) -> Result:
+    """List the open sessions of the page: all for an admin, else your own.
+
+    Example: fedcg coordinator session list
+    """
+    found = client.all("/sessions")
+    columns = ("id", "name", "role", "token or account", "last address", "opened", "ends")
+    rows = ((s["id"], *s["who"].values(), s["address"], moment(s["opened_at"]), moment(s["ends_at"])) for s in found)
+    return found, table(columns, rows, "No open sessions.")
+
+
+@session_app.command("end")
+@asks
+def session_end(
+    client: Client, session: Annotated[str, typer.Argument(help="Session id, from `fedcg coordinator session list`.")]
+) -> Result:
+    """End an open session of the page. The person can sign in again until the token or the role is withdrawn.
+
+    Example: fedcg coordinator session end 3f9c21d07a54b8e6
+    """
+    done = client.change("DELETE", f"/sessions/{session}")
+    return done, f"session {session} of {done['who']['name']} has ended."
+
+
 def _row(token: dict[str, Any]) -> tuple[object, ...]:
     used = None if token["last_used_at"] is None else moment(token["last_used_at"])
     state = "revoked" if token["revoked_at"] else "valid" if token["is_valid"] else "expired"
@@ -92,6 +121,7 @@ deploy_app = typer.Typer(help="Write configuration for other programs, such as M
 __all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
 
 coordinator_app.add_typer(api_token_app, name="token")
+coordinator_app.add_typer(session_app, name="session")
 
 
 @broker_app.callback()

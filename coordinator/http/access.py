@@ -7,12 +7,12 @@ A route declares its role with `identity: Annotated[Identity, Depends(require(Ro
 
 import hashlib
 import hmac
-import json
 import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs
@@ -20,9 +20,10 @@ from urllib.parse import parse_qs
 from fastapi import Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPBearer
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
-from coordinator.config import LOOPBACK_HOSTS
+from coordinator.config import LOOPBACK_HOSTS, OidcSettings
+from coordinator.http.oidc import FLOW_COOKIE, Oidc
 from coordinator.http.refusals import FailureLimits, ProblemError, too_many
 from coordinator.members.api_tokens import ApiTokens, Identity, Role
 from coordinator.token_buckets import Buckets, Rate
@@ -38,12 +39,34 @@ FORM_FIELD = "form_token"
 """A form without JavaScript sends this field with `Access.form_token` instead."""
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 20
-"""Open sessions of one token; a further one ends the oldest."""
+"""Open sessions of one account; a further one ends the oldest."""
 FORM_MEDIA = "application/x-www-form-urlencoded"
 MAX_FIELDS = 1000
 READING = ("GET", "HEAD", "OPTIONS")
 PER_TOKEN = Rate(200, 50.0)
 BEARER = HTTPBearer(auto_error=False, description="A token from `fedcg coordinator token create`.")
+
+
+class Session(BaseModel):
+    """An open session of the page.
+
+    Attributes:
+        id: does not reveal its cookie.
+        who: name and role at sign-in. The `token_id` of a person from an OpenID Connect provider is the issuer, #, and the id there.
+        groups: the person's groups at the provider that had a role at sign-in.
+        opened_at, ends_at: unix times.
+        address: address of the last request.
+    """
+
+    id: str
+    who: Identity
+    groups: tuple[str, ...]
+    opened_at: float
+    ends_at: float
+    address: str
+
+
+_SESSIONS = TypeAdapter(dict[str, Session])
 
 
 class Access:
@@ -56,6 +79,7 @@ class Access:
         clock: unix time, for sessions.
         monotonic: seconds, for the limits.
         kept: the file of open sessions, so that they survive a restart. It contains only digests of their cookies.
+        oidc: signs people in with an OpenID Connect provider; off by default.
     """
 
     def __init__(
@@ -66,11 +90,15 @@ class Access:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         kept: Path | None = None,
+        oidc: Oidc | None = None,
     ) -> None:
-        self.tokens = tokens
+        self.tokens, self.oidc = tokens, oidc or Oidc(OidcSettings(), "", b"")
         self._key = hmac.digest(secret, b"forms of the coordinator's page", "sha256")
         self._kept, self._keeping = kept, threading.Lock()
-        self._sessions = {} if kept is None else _kept_sessions(kept)
+        self._sessions: dict[str, Session] = {}
+        if kept is not None:
+            with suppress(OSError, ValueError):  # missing or damaged: all sessions have ended
+                self._sessions = _SESSIONS.validate_json(kept.read_bytes())
         self._clock = clock
         self._failures = FailureLimits(monotonic)
         self._requests: Buckets[str] = Buckets(per_token, monotonic)
@@ -101,8 +129,18 @@ class Access:
         if bearer:
             scheme, _, text = bearer.partition(" ")
             return await run_in_threadpool(self.tokens.check, text.strip()) if scheme.lower() == "bearer" else None
-        token, ends_at = self._sessions.get(_digest(request.cookies.get(COOKIE, "")), ("", 0.0))
-        return await run_in_threadpool(self.tokens.of_session, token) if self._clock() < ends_at else None
+        session = self._open_sessions().get(session_id(request))
+        if session is None:
+            return None
+        session.address = address_of(request)
+        return await run_in_threadpool(self._identity_of, session)
+
+    def _identity_of(self, session: Session) -> Identity | None:
+        """The identity of a session; None if its token or the role of its groups is no longer valid."""
+        if "#" not in session.who.token_id:
+            return self.tokens.of_session(session.who.token_id)
+        role = self.oidc.role_of(session.who.token_id, session.groups)
+        return None if role is None else replace(session.who, role=role)
 
     async def sign_in(self, text: str, request: Request) -> str:
         """Open a session of the page with a token.
@@ -117,35 +155,68 @@ class Access:
         if identity is None:
             self._count_failure(request)
             raise ProblemError(401, "the token is not valid; create one with `fedcg coordinator token create`")
-        value = self.open_session(identity.token_id)
-        await run_in_threadpool(self._keep)
-        return value
+        return await run_in_threadpool(self.open_session, identity, address_of(request))
 
-    def open_session(self, token: str) -> str:
-        """Open a session for the token with this id; returns the value for `set_session`."""
-        own = [key for key, (other, _) in self._sessions.items() if other == token]
+    async def finish_oidc(self, request: Request) -> tuple[str, str]:
+        """Open a session after the redirect of the OpenID Connect provider.
+
+        Returns:
+            The value for `set_session`, and the path to show.
+
+        Raises:
+            ProblemError: the errors of `Oidc.finish`.
+        """
+        who, groups, to = await self.oidc.finish(request.cookies.get(FLOW_COOKIE, ""), request.query_params)
+        return await run_in_threadpool(self.open_session, who, address_of(request), groups), to
+
+    def open_session(self, who: Identity, address: str = "", groups: tuple[str, ...] = ()) -> str:
+        """Open a session; returns the value for `set_session`."""
+        own = [key for key, each in list(self._sessions.items()) if each.who.token_id == who.token_id]
         for key in own[: max(0, len(own) + 1 - MAX_SESSIONS)]:
-            del self._sessions[key]
-        value = secrets.token_hex(32)
-        self._sessions[_digest(value)] = (token, self._clock() + SESSION_S)
+            self._sessions.pop(key, None)
+        value, now = secrets.token_hex(32), self._clock()
+        times = {"opened_at": now, "ends_at": now + SESSION_S}
+        self._sessions[_digest(value)] = Session(id=_digest(value), who=who, groups=groups, address=address, **times)
+        self._keep()
         return value
 
     async def sign_out(self, request: Request) -> None:
         """End the session of a request in all browsers that have its cookie."""
-        self._sessions.pop(_digest(request.cookies.get(COOKIE, "")), None)
+        self._sessions.pop(session_id(request), None)
         await run_in_threadpool(self._keep)
+
+    def list_sessions(self, own: Identity) -> list[Session]:
+        """The open sessions that an identity may see and end, newest first: its own, or all as an admin."""
+        every = reversed(self._open_sessions().values())
+        found = [each for each in every if own.role is Role.ADMIN or own.token_id == each.who.token_id]
+        return [each.model_copy(update={"who": who}) for each in found if (who := self._identity_of(each)) is not None]
+
+    def end_session(self, session: str, own: Identity) -> Session:
+        """End one of these sessions.
+
+        Raises:
+            ProblemError: 404, none of them has this id.
+        """
+        found = next((each for each in self.list_sessions(own) if each.id == session), None)
+        if found is None:
+            raise ProblemError(404, f"no session {session[:80]!r} is open; `fedcg coordinator session list` lists them")
+        self._sessions.pop(session, None)
+        self._keep()
+        return found
+
+    def _open_sessions(self) -> dict[str, Session]:
+        now = self._clock()
+        return {key: each for key, each in list(self._sessions.items()) if now < each.ends_at}
 
     def _keep(self) -> None:
         """Save the open sessions. If writing fails, the file is deleted: a restart then ends all sessions and revives none."""
-        if self._kept is None:
-            return
-        with self._keeping:
-            now, known = self._clock(), list(self._sessions.items())
-            try:
-                replace_durably(self._kept, json.dumps({key: each for key, each in known if now < each[1]}))
-            except OSError:
-                with suppress(OSError):
-                    self._kept.unlink(missing_ok=True)
+        if self._kept is not None:
+            with self._keeping:
+                try:
+                    replace_durably(self._kept, _SESSIONS.dump_json(self._open_sessions()))
+                except OSError:
+                    with suppress(OSError):
+                        self._kept.unlink(missing_ok=True)
 
     def form_token(self, session: str) -> str:
         """The value of the hidden field `FORM_FIELD` in the forms of the session with this cookie."""
@@ -169,14 +240,6 @@ class Access:
         if wait_s > 0:
             raise too_many("refused requests", wait_s)
         self._failures.refused(address)
-
-
-def _kept_sessions(path: Path) -> dict[str, tuple[str, float]]:
-    """Token id and end of each session, by the sha256 of its cookie; empty if the file is missing or damaged."""
-    try:
-        return TypeAdapter(dict[str, tuple[str, float]]).validate_json(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
 
 
 def set_session(response: Response, value: str, *, secure: bool) -> None:
@@ -225,7 +288,12 @@ def form_fields(body: bytes) -> dict[str, str]:
 
 
 def _digest(value: str) -> str:
-    return hashlib.sha256(value.encode(errors="replace")).hexdigest()
+    return hashlib.sha256(value.encode(errors="replace")).hexdigest()[:32]
+
+
+def session_id(request: Request) -> str:
+    """The id of the session of a request. It does not reveal the cookie."""
+    return _digest(request.cookies.get(COOKIE, ""))
 
 
 def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
@@ -246,7 +314,7 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
             raise unauthorised()
         if not is_enough:
             raise ProblemError(
-                403, f"this needs the role {role.value}; the token {identity.name!r} has the role {identity.role.value}"
+                403, f"this needs the role {role.value}; {identity.name!r} has the role {identity.role.value}"
             )
         if request.method not in READING:
             await request.state.intend(identity)

@@ -17,6 +17,7 @@ from coordinator.errors import StoreError
 from coordinator.http import event_stream, operator_api
 from coordinator.http.access import Access, Guard
 from coordinator.http.changes import AuditLog, Changes
+from coordinator.http.oidc import Oidc
 from coordinator.http.refusals import answer_problems
 from coordinator.members.api_tokens import ApiTokens
 from coordinator.notifications import Notifier
@@ -105,6 +106,7 @@ ROUTERS = (
     event_stream.router,
     operator_api.steering,
     operator_api.steering_admin,
+    operator_api.own,
 )
 """The routes of the operator API."""
 
@@ -121,13 +123,15 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
     state = application.state
     state.coordinator = coordinator
     state.home = home
-    state.access = Access(ApiTokens(store.api), home.secret(), kept=home.sessions)
+    config = home.config()
+    oidc = Oidc(config.oidc, home.password("oidc", config.oidc.client_secret_file), home.secret())
+    state.access = Access(ApiTokens(store.api), home.secret(), kept=home.sessions, oidc=oidc)
     state.events = event_stream.EventStream(store.events)
     state.operations = Operations(home, store, coordinator.events, coordinator.follow)
     state.notifier = Notifier.of(home)
     state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock
     state.creating = anyio.CapacityLimiter(1)  # the thread that waits for a new federation's weights
-    audit = AuditLog(home.audit_file, home.config().storage.audit_days)
+    audit = AuditLog(home.audit_file, config.storage.audit_days)
     state.changes = Changes(store.api, audit, coordinator.events)
     answer_problems(application)
     for router in ROUTERS:

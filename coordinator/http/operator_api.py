@@ -38,7 +38,7 @@ from coordinator.facts.policy import PolicyChange, policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import Sent, sent
 from coordinator.facts.timeline import RoundTimeline, round_timeline
-from coordinator.http.access import Role, access_of, require
+from coordinator.http.access import Role, Session, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
 from coordinator.http.refusals import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_token_facts
@@ -297,6 +297,12 @@ def notifications(request: Request) -> list[ChannelFacts]:
     return notifier.facts()
 
 
+@router.get("/sessions")
+def sessions(request: Request, response: Response, limit: Limit = MAX_ITEMS) -> list[Session]:
+    """Open sessions of the page, newest first: all for an admin, else your own."""
+    return _bounded(response, access_of(request).list_sessions(request.state.identity), limit)
+
+
 @router.get("/events")
 def events(
     known: Now,
@@ -452,7 +458,7 @@ def changing(role: Role) -> APIRouter:
 
 Doing = Annotated[Operations, Depends(operations_of)]
 NO_REASON = Reason()
-steering, steering_admin = changing(Role.OPERATOR), changing(Role.ADMIN)
+steering, steering_admin, own = changing(Role.OPERATOR), changing(Role.ADMIN), changing(Role.VIEWER)
 
 
 @steering.post("/federations", status_code=201)
@@ -611,6 +617,12 @@ def create_api_token(wanted: NewApiToken, request: Request) -> MadeApiToken:
 def revoke_api_token(token: str, request: Request) -> ApiTokenFacts:
     """Revoke an API token, and end all sessions that were opened with it."""
     return api_token_facts(access_of(request).tokens.revoke(token), time.time())
+
+
+@own.delete("/sessions/{session}")
+def end_session(session: str, request: Request) -> Session:
+    """End an open session of the page: any as an admin, else one of your own."""
+    return access_of(request).end_session(session, request.state.identity)
 
 
 def _federation(request: Request, changed: FederationRecord) -> FederationFacts:

@@ -47,7 +47,7 @@ class Role(str, Enum):
 
 
 class Identity(Value):
-    """The sender of a request: name, role and id of its token."""
+    """The sender of a request: name, role, and id of its token. For a person from an OpenID Connect provider, that is the issuer, #, and the id there."""
 
     name: str
     role: Role

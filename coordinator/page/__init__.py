@@ -11,5 +11,5 @@ def add_page(application: FastAPI) -> None:
     """Add screens, forms and their static files to an application made by `create_app`."""
     application.state.recent = Recent()
     answer_problems(application, as_page)
-    for router in (static_files, pages.router, pages.sessions, pages.forms):
+    for router in (static_files, pages.router, pages.sessions, pages.own_forms, pages.forms):
         application.include_router(router)

@@ -24,8 +24,9 @@ from coordinator.facts.policy import policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import Comparison, OwnRecord, compare_records, sent
 from coordinator.facts.timeline import round_timeline
-from coordinator.http.access import Role, access_of, end_session, require, set_session
+from coordinator.http.access import Role, access_of, end_session, require, session_id, set_session
 from coordinator.http.changes import ChangeRoute, in_turn
+from coordinator.http.oidc import CALLBACK, FLOW_COOKIE, FLOW_PATH, FLOW_S
 from coordinator.http.operator_api import MAX_ID, OfAttempt, OfRound, made_token, operations_of, policy_tag, unchanged
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, tokens_csv
@@ -248,6 +249,13 @@ def notifications(view: Asked) -> Response:
     return view.render("notifications.html", channels=notifier.facts())
 
 
+@router.get("/sessions")
+def open_sessions(view: Asked) -> Response:
+    """The open sessions of the page: all for an admin, else one's own."""
+    found = access_of(view.request).list_sessions(view.identity)
+    return view.render("sessions.html", sessions=found, this=session_id(view.request))
+
+
 @router.get("/enrolment")
 def enrolment(view: Asked) -> Response:
     """Enrolment tokens, and a form for new ones; `device` and `replaces` in the URL fill it in."""
@@ -334,12 +342,13 @@ forms = APIRouter(
     default_response_class=HTMLResponse,
     dependencies=[Depends(require(Role.OPERATOR))],
 )
+own_forms = APIRouter(route_class=ChangeRoute, include_in_schema=False, dependencies=[Depends(require(Role.VIEWER))])
 
 
 @sessions.get("/login")
-def login_form(to: str = "/") -> Response:
-    """The form for a token."""
-    return plain_page("login.html", to=own_path(to), problem="")
+def login_form(request: Request, to: str = "/") -> Response:
+    """The form for a token, and a link to the provider if one is set."""
+    return plain_page("login.html", to=own_path(to), problem="", oidc=access_of(request).oidc)
 
 
 @sessions.post("/login")
@@ -349,8 +358,26 @@ async def login(request: Request, fields: Fields) -> Response:
     try:
         session = await access_of(request).sign_in(fields.get("token", ""), request)
     except ProblemError as error:
-        return plain_page("login.html", error.status, to=to, problem=error.detail)
+        return plain_page("login.html", error.status, to=to, problem=error.detail, oidc=access_of(request).oidc)
     answer = see_other(to)
+    set_session(answer, session, secure=request.url.scheme == "https")
+    return answer
+
+
+@sessions.get(FLOW_PATH)
+async def begin_oidc(request: Request, to: str = "/") -> Response:
+    """Redirect to the OpenID Connect provider."""
+    url, flow = await access_of(request).oidc.begin(own_path(to))
+    answer, secure = see_other(url), request.url.scheme == "https"
+    answer.set_cookie(FLOW_COOKIE, flow, FLOW_S, path=FLOW_PATH, secure=secure, httponly=True, samesite="lax")
+    return answer
+
+
+@sessions.get(CALLBACK)
+async def finish_oidc(request: Request) -> Response:
+    """Open a session after the provider's redirect. A page leads on: browsers send its strict cookie only from a page of this site."""
+    session, to = await access_of(request).finish_oidc(request)
+    answer = plain_page("signed_in.html", to=own_path(to))
     set_session(answer, session, secure=request.url.scheme == "https")
     return answer
 
@@ -362,6 +389,13 @@ async def logout(view: Asked) -> Response:
     await access_of(view.request).sign_out(view.request)
     end_session(answer)
     return answer
+
+
+@own_forms.post("/sessions/{session}/end")
+def end_open_session(session: str, view: Asked) -> Response:
+    """End an open session."""
+    access_of(view.request).end_session(session, view.identity)
+    return see_other("/sessions")
 
 
 @forms.post("/enrolment")

@@ -127,6 +127,7 @@ MORE_SCREENS = (
     "/federations/new",
     "/enrolment",
     "/repairs",
+    "/sessions",
     "/events",
     "/confirm/stop/tiny",
     "/confirm/set/tiny",

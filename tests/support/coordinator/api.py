@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from coordinator.http.access import Access
 from coordinator.http.app import create_app
-from coordinator.members.api_tokens import ApiTokens, Role
+from coordinator.members.api_tokens import ApiTokens, Identity, NewToken, Role
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.storage.event_store import coordinator_log
@@ -39,6 +39,11 @@ class Api:
         """Return a client with a token of this role, or without one."""
         own = {} if role is None else {"Authorization": f"Bearer {self.tokens.create(role.value, role).text}"}
         return httpx.Client(base_url=self.url, headers={**own, **headers}, timeout=60)
+
+
+def identity(token: NewToken) -> Identity:
+    """The identity behind a new token."""
+    return Identity(token.record.name, Role(token.record.role), token.record.id)
 
 
 @contextmanager

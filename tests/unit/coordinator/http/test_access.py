@@ -21,7 +21,7 @@ from coordinator.token_buckets import MAX_KEYS, Rate
 from fedcg.files import replace_durably
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
-from tests.support.coordinator.api import Api, running_api
+from tests.support.coordinator.api import Api, identity, running_api
 from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.waiting import free_port, wait_until
@@ -87,7 +87,7 @@ def test_refused_tokens_of_an_address_are_limited_and_a_valid_one_still_works(ap
 @pytest.mark.parametrize("change", ["", "x", ".x.y"])
 def test_a_session_is_refused_when_a_byte_of_it_was_changed(api: Api, change: str) -> None:
     made = api.tokens.create("ann", Role.VIEWER)
-    value = api.access.open_session(made.record.id)
+    value = api.access.open_session(identity(made))
     with api.as_(None) as browser:
         browser.cookies.set(COOKIE, f"{value}{change}")
         assert browser.get(FEDERATIONS).status_code == (401 if change else 200)
@@ -99,8 +99,8 @@ def test_a_session_ends_with_its_time_and_the_oldest_of_a_token_with_too_many(ho
     now = 1000.0
     api.application.state.access = access = Access(api.tokens, home.secret(), clock=lambda: now)
     made, other = api.tokens.create("ann", Role.VIEWER), api.tokens.create("bob", Role.VIEWER)
-    opened = [access.open_session(made.record.id) for _ in range(MAX_SESSIONS + 1)]
-    bob = access.open_session(other.record.id)
+    opened = [access.open_session(identity(made)) for _ in range(MAX_SESSIONS + 1)]
+    bob = access.open_session(identity(other))
     with api.as_(None) as browser:
 
         def answer(session: str) -> int:
