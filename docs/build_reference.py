@@ -26,7 +26,7 @@ from export.serving.app import Metrics
 from fedcg.cli import PANELS, app
 from fedcg.errors import NEXT_STEPS
 from fedcg.learning import split_names
-from fedcg.learning.cli.method_commands import WHEN
+from fedcg.learning.method_choice import method_choice
 from fedcg.learning.networks.assembly import layouts
 from fedcg.learning.networks.gan import DISCRIMINATORS, generator_names
 from fedcg.learning.registry import get_method, method_names
@@ -232,7 +232,7 @@ def _exit_codes() -> Iterator[Page]:
 
 
 def _methods() -> Iterator[Page]:
-    uses = ((f"[`{name}`](#{name})", text) for name, text in WHEN.items())
+    uses = ((f"[`{name}`](#{name})", text) for name, text in method_choice()["when"].items())
     blocks = ["# Methods", _table("method, use it when", uses)]
     for name in method_names():
         method = get_method(name)

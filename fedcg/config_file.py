@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +64,7 @@ def read_values(path: Path, failure: type[FedcgError]) -> tuple[str, dict[str, A
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise failure(listed(str(path), [f"this is not valid TOML: {error}"])) from error
     except FileNotFoundError as error:
         raise failure(listed(str(path), ["can't be read: no such file"]), exit_code=NOT_FOUND) from error
@@ -221,6 +222,16 @@ def from_text(model: type[BaseModel], name: str, text: str) -> object:
         return json.loads(text) if kinds & {"integer", "number", "boolean"} else text
     except ValueError:
         return text
+
+
+def plain_value(text: str) -> object:
+    """The number, true or false that a text means, None for an empty text, otherwise the text itself."""
+    try:
+        value = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return text
+    is_plain = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) or not text
+    return value if is_plain else text
 
 
 def section_of(model: type[BaseModel], location: Iterable[str]) -> type[BaseModel]:

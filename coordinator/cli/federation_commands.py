@@ -6,7 +6,6 @@ Heavy imports happen inside the commands.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,13 +37,15 @@ def federation_plan(
     project: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Print the plan of a project folder: its plan.toml plus the network in its client.py."
+            "--from",
+            help="Print the plan of a project folder (its plan.toml plus the network in its client.py), or of class folders with images.",
         ),
     ] = None,
 ) -> Result:
-    """Check a plan, or print an example plan or the plan of your own project. docs/reference/plan.md describes every field.
+    """Check a plan, or print an example plan or the plan of your own project or images. docs/reference/plan.md describes every field.
 
-    Give exactly one of the file, `--example` and `--from`. `--from` runs the project's code in this process.
+    Give exactly one of the file, `--example` and `--from`. `--from` runs a project's code in this process. Of images it measures mode,
+    size, mean and deviation, which all devices then see.
 
     Example: fedcg federation plan --example > plan.toml
     """
@@ -55,9 +56,9 @@ def federation_plan(
         text = example_plan(is_frozen=is_frozen)
         return {"plan": text}, text.rstrip("\n")
     if project is not None:
-        from fedcg.learning.project import plan_text, project_plan
+        from fedcg.learning.project import image_plan, plan_text, project_plan
 
-        made = project_plan(project)
+        made = (project_plan if (project / "client.py").is_file() else image_plan)(project)
         return made, plan_text(made)
     if plan is None:
         raise PlanError("name a plan file to check, or use --example or --from")
@@ -94,6 +95,19 @@ def federation_continue(
     Example: fedcg federation continue plan.toml casting
     """
     return _opened(client, plan, start=start, continued_from=client.federation(federation))
+
+
+@federation_app.command("duplicate")
+@asks
+def federation_duplicate(client: Client, federation: Named = None) -> Result:
+    """Print a plan for another federation like this one, under the next free id. Nothing is created.
+
+    Example: fedcg federation duplicate casting > plan.toml
+    """
+    from fedcg.learning.project import plan_text
+
+    plan = client.get(f"/federations/{client.federation(federation)}/plan")
+    return plan, plan_text(plan)
 
 
 @federation_app.command("list")
@@ -452,6 +466,7 @@ def _steered(
 
 def _assigned(changes: list[str]) -> dict[str, object]:
     """The values of FIELD=VALUE words. Anything but a number, true, false or none is a string; the coordinator checks all values."""
+    from fedcg.config_file import plain_value
     from fedcg.errors import BadInputError
 
     if wrong := [word for word in changes or ["nothing to change"] if "=" not in word]:
@@ -460,18 +475,7 @@ def _assigned(changes: list[str]) -> dict[str, object]:
     names = [name for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise BadInputError(f"{', '.join(twice)}: given more than once")
-    return {name: _value(text) for name, text in pairs}
-
-
-def _value(text: str) -> object:
-    if text == "none":
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    is_plain = isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
-    return value if is_plain else text
+    return {name: None if text == "none" else plain_value(text) for name, text in pairs}
 
 
 def _line(view: Mapping[str, Any]) -> str:

@@ -131,6 +131,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
     state.notifier = Notifier.of(home)
     state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock
     state.creating = anyio.CapacityLimiter(1)  # the thread that waits for a new federation's weights
+    state.sizing = anyio.CapacityLimiter(1)  # the thread that waits for the sizes of networks
     audit = AuditLog(home.audit_file, config.storage.audit_days)
     state.changes = Changes(store.api, audit, coordinator.events)
     answer_problems(application)

@@ -208,18 +208,23 @@ def _backwards(file: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-async def in_turn(request: Request, create: Callable[[], Made]) -> Made:
+async def in_turn(request: Request, create: Callable[[], Made], turns: str = "creating") -> Made:
     """Complete a plan after all earlier ones, unless the client has disconnected by then.
+
+    Args:
+        request: the client's.
+        create: completes the plan.
+        turns: name of the limiter in the application's state.
 
     Raises:
         ProblemError: 503, too many plans are waiting, or the client has disconnected.
     """
-    turns: anyio.CapacityLimiter = request.app.state.creating
-    if turns.statistics().tasks_waiting >= MAX_WAITING:
+    limiter: anyio.CapacityLimiter = getattr(request.app.state, turns)
+    if limiter.statistics().tasks_waiting >= MAX_WAITING:
         raise ProblemError(
             503, f"{MAX_WAITING} plans are waiting already; try again in a minute", headers={"Retry-After": "60"}
         )
-    async with turns:
+    async with limiter:
         if await request.is_disconnected():
             raise ProblemError(503, "nothing was created: the client disconnected")
         return await run_in_threadpool(create)

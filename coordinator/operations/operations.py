@@ -607,7 +607,7 @@ def source_of(store: Store, continued_from: str) -> AggregateRecord:
 
 def _check_new(store: Store, plan: FederationPlan) -> None:
     if plan.federation in [record.id for record in store.federations()]:
-        raise PlanError(f"a federation {plan.federation!r} already exists; choose another name", exit_code=EXISTS)
+        raise PlanError(f"federation = {plan.federation}: already exists; choose another name", exit_code=EXISTS)
 
 
 def bounded_reason(reason: str) -> str:

@@ -1,12 +1,10 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
+import tomllib
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from pydantic import BeforeValidator, ValidationError
@@ -20,7 +18,7 @@ from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions, served_models, worth
 from coordinator.facts.overview import search, summaries
-from coordinator.facts.policy import policy_changes
+from coordinator.facts.policy import plan_like, policy_changes
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import Comparison, OwnRecord, compare_records, sent
 from coordinator.facts.timeline import round_timeline
@@ -31,11 +29,13 @@ from coordinator.http.operator_api import MAX_ID, OfAttempt, OfRound, made_token
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, tokens_csv
 from coordinator.notifications import Notifier
-from coordinator.operations.create_federation import example_plan, read_plan
+from coordinator.operations.create_federation import example_plan
 from coordinator.operations.operations import Operations
+from coordinator.page.plan_form import plan_of, plan_page, plan_text_of
 from coordinator.page.views import View, form_of, moment_of, own_path, plain_page, qr_code, see_other, view_of
 from coordinator.storage.event_store import Event, EventFilter
-from fedcg.config_file import numbered
+from fedcg.config_file import numbered, plain_value
+from fedcg.learning.project import plan_text
 from fedcg.learning.spec import RoundPolicy
 from fedcg.sentences import texts
 
@@ -286,10 +286,12 @@ def federations(view: Asked, archived: bool = False) -> Response:
     return view.render("federations.html", every=every, archived=archived, others=others)
 
 
+@router.get("/federations/new/plan")
 @router.get("/federations/new")
-def new_federation(view: Asked) -> Response:
-    """A form with a commented plan."""
-    return view.render("new_federation.html", plan=example_plan(), start=True, problems=[])
+def new_federation(view: Asked, like: str = "") -> Response:
+    """A form that writes a plan: an example, or one like that of the federation `like`."""
+    plan = plan_like(view.known, like).model_dump(mode="json", exclude_defaults=True) if like else None
+    return plan_page(view, plan_text(tomllib.loads(example_plan()) if plan is None else plan), {})
 
 
 @router.get("/confirm/{action}/{name}")
@@ -468,17 +470,32 @@ def change_device(device: str, action: str, view: Asked, fields: Fields) -> Resp
     return see_other(own_path(fields.get("to") or f"/devices/{device}"))
 
 
+@sessions.post("/federations/new/plan")
+def show_plan(view: Asked, fields: Fields) -> Response:
+    """The form with the plan that its fields make. Nothing is created."""
+    text = plan_text_of(fields)
+    problems: list[str] = []
+    try:
+        plan_of(text, lambda _: (0, ""))
+    except PlanError as error:
+        problems = str(error).split("\n  ")[1:]
+    return plan_page(view, text, fields, problems)
+
+
 @forms.post("/federations/new")
 async def create_federation(request: Request, view: Asked, fields: Fields) -> Response:
     """Create a federation from a plan, and start it if requested."""
-    text, start = fields.get("plan", ""), fields.get("start") == "yes"
+    text = plan_text_of(fields)
 
     def create() -> Response:
+        operations = operations_of(request)
         try:
-            federation = _created(operations_of(request), text, start=start)
+            federation = operations.create_federation(
+                plan_of(text, operations.complete), start=fields.get("start") == "yes"
+            ).id
         except PlanError as error:
-            problems = [line for line in map(str.strip, numbered(text, str(error).split("\n  "))) if line]
-            return view.render("new_federation.html", status=422, plan=text, start=start, problems=problems)
+            problems = str(error).split("\n  ")
+            return plan_page(view, text, fields, numbered(text, problems[1:] or problems), 422)
         view.changed()
         return see_other(f"/f/{federation}")
 
@@ -498,7 +515,7 @@ def change_policy(federation: str, view: Asked, fields: Fields) -> Response:
     """Change the policy: the fields whose values differ from the present ones."""
     known = view.known.federation(federation).policy.model_dump()
     given = {name: text for name, text in fields.items() if name in known}
-    changes = {name: value for name, text in given.items() if (value := _value(text)) != known[name]}
+    changes = {name: value for name, text in given.items() if (value := plain_value(text)) != known[name]}
     try:
         if changes:
             operations_of(view.request).change_policy(federation, changes, unchanged(federation, fields.get("tag", "")))
@@ -506,14 +523,6 @@ def change_policy(federation: str, view: Asked, fields: Fields) -> Response:
         return _policy_page(view, federation, given, str(error).split("\n  ")[1:] or [str(error)], 422)
     view.changed()
     return see_other(f"/f/{federation}/policy")
-
-
-def _value(text: str) -> object:
-    """A field of the policy form: a number, true, false, or none if it is empty; the policy checks all else."""
-    try:
-        return json.loads(text) if text else None
-    except (ValueError, RecursionError):
-        return text
 
 
 @forms.post("/federations/{federation}/{action}")
@@ -533,15 +542,3 @@ def _rounds(fields: Mapping[str, str]) -> int:
     if not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
         raise SteeringError(f"rounds = {rounds!r}: enter the number of rounds to add, as a whole number")
     return int(rounds)
-
-
-def _created(operations: Operations, text: str, *, start: bool) -> str:
-    """Create a federation from the text of a plan; returns its id."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.toml"
-        path.write_text(text, encoding="utf-8")
-        try:
-            plan = read_plan(path, complete=operations.complete)
-        except PlanError as error:
-            raise PlanError(str(error).replace(str(path), "the plan")) from error
-    return operations.create_federation(plan, start=start).id

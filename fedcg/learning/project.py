@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -18,11 +19,12 @@ from fedcg.errors import EXISTS
 from fedcg.learning.errors import ProgramError
 from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import FederationPlan
+from fedcg.learning.spec import FederationPlan, ImageForm
 
 PLAN_FILE = "plan.toml"
 PROGRAM_NAME = "client:client"
 _ROUNDS = 10
+_MEASURED, _LONGEST = 200, 32
 
 
 def program_of(folder: Path) -> Program:
@@ -46,6 +48,10 @@ def written_plan(folder: Path) -> dict[str, Any]:
     return read_values(path, ProgramError)[1] if path.is_file() else {}
 
 
+def _id_of(folder: Path) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:63] or "federation"
+
+
 def project_plan(folder: Path) -> dict[str, Any]:
     """The plan of a project: the fields of `plan.toml`, with classes, input and network taken from the current program.
 
@@ -61,8 +67,7 @@ def project_plan(folder: Path) -> dict[str, Any]:
 
     program, kept = program_of(folder), written_plan(folder)
     site, seed = program.sites()[0], kept.get("seed", 0)
-    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
-    federation = str(kept.get("federation", name[:63]))
+    federation = str(kept.get("federation", _id_of(folder)))
     client = program.client(site, Streams(spec_root(seed)).at(federation, "initial").seed("program"))
     data = client.data(site)
     chosen = {key: value for key, value in kept.get("network", {}).items() if key in CHOSEN}
@@ -84,15 +89,49 @@ def project_plan(folder: Path) -> dict[str, Any]:
     return plan
 
 
+def image_plan(folder: Path) -> dict[str, Any]:
+    """The plan for a folder of images: its classes, and mode, size, mean and deviation of at most `_MEASURED` images.
+
+    Raises:
+        ProgramError: no class folders with readable images.
+    """
+    import numpy as np
+
+    from fedcg import imaging
+    from fedcg.learning.data.sources import find_images
+
+    files = find_images(folder)[0] if folder.is_dir() else []
+
+    def decoded(form: ImageForm, *, resize: bool) -> Iterator[imaging.Pixels]:
+        for path in files[:: -(-len(files) // _MEASURED) or 1]:
+            with suppress(imaging.ImageError):
+                yield imaging.decode_image(imaging.read_file(path), form, resize=resize)
+
+    large = ImageForm(mode="RGB", height=_LONGEST, width=_LONGEST, mean=(0.5,) * 3, std=(0.5,) * 3)
+    looked = [(each.shape[:2], bool((each == each[..., :1]).all())) for each in decoded(large, resize=False)]
+    if not looked:
+        raise ProgramError(f"{folder}: neither client.py nor CLASS/*.png or .jpg; `fedcg new NAME` creates a project")
+    sides, is_grey = np.median([shape for shape, _ in looked], axis=0), all(grey for _, grey in looked)
+    height, width = (max(4, round(side * min(1, _LONGEST / max(sides)))) for side in sides)
+    form = large.model_copy(update={"mode": "L" if is_grey else "RGB", "height": height, "width": width})
+    pixels = np.stack(list(decoded(form, resize=True))) / 255
+    mean, std = pixels.mean((0, 1, 2)).round(3).tolist(), pixels.std((0, 1, 2)).clip(0.01).round(3).tolist()
+    measured = {**form.model_dump(include={"mode", "height", "width"}), "mean": mean, "std": std}
+    names = sorted({path.parent.name for path in files})
+    return {"federation": _id_of(folder), "classes": names, "method": "fedcg", "rounds": 20, "input": measured}
+
+
 CHOSEN = frozenset({"generator", "discriminator", "noise_dim"})
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
     """A plan as TOML: the top-level fields, then the tables; lists of tables use one line per table."""
     tables = {name: value for name, value in plan.items() if isinstance(value, dict)}
-    lines = [f"{name} = {_toml(value)}" for name, value in plan.items() if name not in tables]
+    first = {name: plan[name] for name in ("federation", "classes", "method", "rounds") if name in plan}
+    lines = [f"{name} = {_toml(value)}" for name, value in (first | dict(plan)).items() if name not in tables]
     for table, fields in tables.items():
-        lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]
+        rows = [f"{name} = {_toml(value)}" for name, value in fields.items()]
+        lines += ["", f"[{table}]", *rows] if rows else []
     return "\n".join(lines)
 
 
@@ -103,7 +142,7 @@ def _toml(value: object) -> str:
         rows = [_toml(one) for one in value]
         in_lines = "[\n" + "".join(f"  {row},\n" for row in rows) + "]"
         return in_lines if any(isinstance(one, dict) for one in value) else f"[{', '.join(rows)}]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def new_project(folder: Path, template: str) -> list[Path]:

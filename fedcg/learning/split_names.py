@@ -263,6 +263,15 @@ def weights_digest(path: Path) -> str:
     return digest
 
 
+def weights_here(backbone: str) -> dict[str, str] | None:
+    """File and sha256 of a backbone's weights on this machine."""
+    try:
+        path = weights_for(backbone, None)
+    except NetworkError:
+        return None
+    return None if path is None else {"file": str(path), "sha256": weights_digest(path)}
+
+
 BUILT_IN = ("lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "image_small", "image_paper")
 PROGRAM, TRAINER = "program", "trainer"  # defined by the devices' code
 ENTRY_POINT_GROUP = "fedcg.splits"

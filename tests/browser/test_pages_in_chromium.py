@@ -12,8 +12,10 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from audit.report import render
 from coordinator.aggregation.jobs import Progressed
+from coordinator.pki.authority import create_ca
 from tests.support.audit import SUBJECT, VERDICTS, findings
-from tests.support.coordinator.world import World
+from tests.support.broker.memory import MemoryBroker
+from tests.support.coordinator.world import World, rules_of
 from tests.support.page.pages import ServedPage, add_crowd, tiny_page
 from tests.support.waiting import wait_until
 
@@ -392,3 +394,41 @@ def test_the_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, w
 def _lightness(colour: str) -> float:
     red, green, blue = (int(piece) for piece in colour[4:-1].split(",")[:3])
     return 0.3 * red + 0.6 * green + 0.1 * blue
+
+
+def test_a_federation_is_duplicated_changed_created_and_started_by_mouse_alone(
+    page: ServedPage, logged_in: LogIn
+) -> None:
+    tab, store = logged_in(page, "dark", 390).new_page(), page.made.world.store
+    page.application.state.home.make_folders()
+    create_ca(page.application.state.home.pki)
+    page.made.world.key.save(page.application.state.home.signing_key)
+    tab.goto("/f/tiny")
+    tab.get_by_role("link", name="Duplicate").click()
+    expect(tab.get_by_label("Name", exact=True)).to_have_value("tiny-2")
+    plan, network = tab.get_by_role("textbox", name="Plan"), tab.get_by_role("row").filter(has_text="cnn_bn")
+    tab.get_by_label("Do 5 or more devices share a cohort secret?").select_option("yes")
+    expect(plan).to_have_value(re.compile('method = "fedseal"'), timeout=DEADLINE_MS)
+    tab.get_by_label("Method", exact=True).select_option("fedcg")
+    expect(plan).to_have_value(re.compile('method = "fedcg"'), timeout=DEADLINE_MS)
+    expect(network).to_contain_text("needs images of at least 16x16", timeout=DEADLINE_MS)
+    network.get_by_role("radio").check()
+    tab.get_by_label("start immediately").uncheck()
+    tab.get_by_role("button", name="Create").click()
+    expect(tab.locator("[id='h-network.split']")).to_contain_text("cnn_bn needs images of", timeout=DEADLINE_MS)
+    for side in ("Height", "Width"):
+        tab.get_by_label(side).evaluate("(each) => each.stepUp(24)")  # as its arrow does
+    tab.get_by_label("start immediately").click()
+    expect(plan).to_have_value(re.compile(r"height = 32\nwidth = 32"), timeout=DEADLINE_MS)
+    expect(network).to_contain_text("kB", timeout=DEADLINE_MS)
+    tab.get_by_label("start immediately").uncheck()
+    tab.get_by_role("button", name="Create").click()
+    expect(tab).to_have_url("/f/tiny-2", timeout=DEADLINE_MS)
+    assert store.federation("tiny-2").status.value == "created"
+    spec = page.made.coordinator.spec(store.federation("tiny-2"))
+    assert spec.network.split == "cnn_bn"
+    page.made._specs["tiny-2"], page.made._brokers["tiny-2"] = spec, MemoryBroker(rules_of("tiny-2"))
+    tab.get_by_role("link", name="Start").click()
+    tab.get_by_role("button", name="Start").click()
+    expect(tab.get_by_role("link", name="Pause")).to_be_visible(timeout=DEADLINE_MS)
+    assert store.federation("tiny-2").status.value == "running"

@@ -179,7 +179,24 @@ document.addEventListener("keydown", (event) => {
   } else if (screen) location.href = screen[1];
 });
 
+// The sizes of networks take seconds: a process with torch computes them. They follow the plan.
+let sized = "";
+function showSizes() {
+  const url = document.getElementById("sizing")?.dataset.url;
+  if (!url || url === sized) return;
+  sized = url;
+  fetch(url).then((answer) => (answer.ok ? answer.json() : [])).then((found) => {
+    for (const each of url === sized ? found : []) {
+      const row = document.querySelector(`[data-network="${CSS.escape(each.split)}"]`), show = (name, text) => { row.querySelector(`[data-size=${name}]`).textContent = text; };
+      if (!row) continue;
+      show("parameters", each.problem ? "–" : each.parameters.toLocaleString("fr"));
+      show("update", each.problem ? each.problem.replace(`${each.split} `, "").split(": choose")[0] : `${(each.update_bytes / 1000).toLocaleString("fr", { maximumFractionDigits: 1 })} kB`);
+    }
+  });
+}
+
 document.addEventListener("DOMContentLoaded", () => {
+  showSizes();
   tick();
   showZone();
   setInterval(tick, 1000);
@@ -191,7 +208,15 @@ document.addEventListener("DOMContentLoaded", () => {
 });
 addEventListener("load", draw);
 addEventListener("resize", draw);
-document.addEventListener("htmx:after:swap", () => { tick(); showZone(); draw(); });
+document.addEventListener("htmx:after:swap", (event) => {
+  tick();
+  showZone();
+  draw();
+  showSizes();
+  if (event.detail?.ctx?.sourceElement?.id !== "plan") return; // choices follow the plan, even if the reader has changed them before
+  for (const each of document.querySelectorAll("#plan option")) each.selected = each.hasAttribute("selected");
+  for (const each of document.querySelectorAll("#plan [type=radio]")) each.checked = each.hasAttribute("checked");
+});
 document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
 document.addEventListener("change", (event) => {
   const { all: name, into } = event.target.dataset ?? {};

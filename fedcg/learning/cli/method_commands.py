@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedcg.learning.errors import ExtensionError
+from fedcg.learning.method_choice import method_choice
 from fedcg.learning.registry import method_names
 from fedcg.terminal import Result, prints
 from fedcg.text_output import table
@@ -23,23 +23,6 @@ _LABEL_COUNTS = {
     "required": ", and label counts",
 }
 
-WHEN: Mapping[str, str] = {
-    "fedseal": "4 or more devices share a secret: FedAvg's accuracy, and extractors unreadable outside the cohort",
-    "analytic": "pretrained frozen backbone, and devices share a secret: one exchange, exact under any data split",
-    "fedavg": "all networks may be shared; use aux=1 ema=0.998 server_momentum=0.3",
-    "fedsplit": "no shared secret, extractors must stay private: fewest bytes; use aux=1 ema=0.998",
-    "fedcg": "no shared secret, extractors must stay private, and labels or image domains differ between sites",
-    "fedmd_cg": "as fedcg, if devices may report label counts",
-    "fedgh": "devices have different networks and may share the mean features of each class",
-    "feddf": "all networks may be shared, and the coordinator has public images of the same kind",
-    "fedprox": "baseline: no gain over fedavg in our runs",
-    "fedper": "baseline: shares the extractor, keeps the classifier private",
-    "fedgen": "baseline for fedcg",
-    "ppidsg": "the classifier must stay private too; needs many images and costs accuracy",
-    "local": "baseline: nothing is shared",
-}
-"""When to use each method, from the figures in docs/research/methods.md and docs/research/papers.md."""
-
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 
 
@@ -50,8 +33,9 @@ def list_methods() -> Result:
 
     Example: fedcg method list
     """
-    others = [name for name in method_names() if name not in WHEN]
-    found = {**WHEN, **{name: _title(name) for name in others}}
+    when = method_choice()["when"]
+    others = [name for name in method_names() if name not in when]
+    found = {**when, **{name: _title(name) for name in others}}
     text = table(("method", "use when"), found.items(), "")
     return found, f"{text}\nFigures: docs/research/methods.md\nNext: fedcg method show NAME"
 

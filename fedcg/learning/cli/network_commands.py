@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from fedcg.learning import split_names
-from fedcg.learning.errors import NetworkError
 from fedcg.terminal import Result, prints
 
 network_app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -28,7 +27,7 @@ def list_networks() -> Result:
         generator_names,
     )
 
-    weights = {name: _weights_here(name) for name in split_names.BACKBONES}
+    weights = {name: split_names.weights_here(name) for name in split_names.BACKBONES}
     names = {
         "splits": [*split_names.BUILT_IN, *sorted(split_names.registered())],
         "generators": list(generator_names()),
@@ -43,12 +42,3 @@ def list_networks() -> Result:
         for name, found in weights.items()
     ]
     return {**names, "backbones": weights}, "\n".join(lines)
-
-
-def _weights_here(backbone: str) -> dict[str, str] | None:
-    """File and sha256 of a backbone's weights on this machine."""
-    try:
-        path = split_names.weights_for(backbone, None)
-    except NetworkError:
-        return None
-    return None if path is None else {"file": str(path), "sha256": split_names.weights_digest(path)}
