@@ -185,7 +185,7 @@ function showSizes() {
   const url = document.getElementById("sizing")?.dataset.url;
   if (!url || url === sized) return;
   sized = url;
-  fetch(url).then((answer) => (answer.ok ? answer.json() : [])).then((found) => {
+  fetch(url).then((answer) => (answer.ok ? answer.json() : (sized = "", []))).then((found) => {
     for (const each of url === sized ? found : []) {
       const row = document.querySelector(`[data-network="${CSS.escape(each.split)}"]`), show = (name, text) => { row.querySelector(`[data-size=${name}]`).textContent = text; };
       if (!row) continue;

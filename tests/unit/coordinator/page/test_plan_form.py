@@ -1,12 +1,12 @@
 """The form that writes a plan, as a browser without script sees it, and the same by API and commands."""
 
 import html
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tomllib
 from PIL import Image
@@ -18,6 +18,7 @@ from edge_client.agent.owner import part_bytes
 from fedcg.learning.method_choice import method_choice, recommended
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import FederationPlan
+from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
 from tests.support.page.pages import ServedPage, tiny_page
 
@@ -133,10 +134,10 @@ def test_the_questions_lead_to_a_method_as_the_flowchart_of_the_docs_does(page: 
 
 def test_networks_have_their_sizes_for_a_plan_on_the_page_and_in_the_api(page: ServedPage) -> None:
     plan = FederationPlan.model_validate(tomllib.loads(PLAN))
-    weights = sum(
-        np.prod(one.shape) for part in ("extractor", "classifier") for one in complete_spec(plan).layouts[part]
-    )  # type: ignore[index]
-    sent = sum(part_bytes(complete_spec(plan)).values())
+    spec = complete_spec(plan)
+    model = spec.layouts[Part.EXTRACTOR] + spec.layouts[Part.CLASSIFIER]
+    weights = sum(math.prod(one.shape) for one in model)
+    sent = sum(part_bytes(spec).values())
     reader = page.reader()
     shown = Form(reader.post(SHOW, form_of=NEW, plan=PLAN)[2])
     assert shown.fields["network.split"] == "lenet5_relu"
