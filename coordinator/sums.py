@@ -6,6 +6,7 @@ database before sending anything, and opens the sum before the merge. Neither de
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import get_args
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
 from coordinator.storage.store import Store
-from fedcg.event_log import EventLog, EventValue
+from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, SignatureError, SumError, WireError
@@ -399,6 +400,7 @@ class SumFailure(Value):
     ended: Phase | None
 
 
+@dataclass(eq=False)
 class SealedSums:
     """The sums of one federation, one attempt after another.
 
@@ -415,35 +417,30 @@ class SealedSums:
         refused: why devices did not participate in it, by device; kept in memory only.
     """
 
-    def __init__(
-        self,
-        spec: FederationSpec,
-        store: Store,
-        publisher: Publisher,
-        events: EventLog,
-        clock: Callable[[], float],
-        is_member: Callable[[str], bool],
-    ) -> None:
-        self._spec, self._store, self._publisher, self._events, self._clock = spec, store, publisher, events, clock
-        self._is_member = is_member
-        self._boards: dict[schemas.SumExchange, SumBoard] = {}
-        self._at = schemas.RoundAttempt(0, 0)
-        self._merge: Merge | None = None
-        self._stored: str | None = None
-        self.failure: SumFailure | None = None
-        self.refused: dict[str, schemas.SumObstacle] = {}
+    spec: FederationSpec
+    store: Store
+    publisher: Publisher
+    events: EventLog
+    clock: Callable[[], float]
+    is_member: Callable[[str], bool]
+    failure: SumFailure | None = field(default=None, init=False)
+    refused: dict[str, schemas.SumObstacle] = field(default_factory=dict, init=False)
+    _boards: dict[schemas.SumExchange, SumBoard] = field(default_factory=dict, init=False)
+    _at: schemas.RoundAttempt = field(default=schemas.NO_ATTEMPT, init=False)
+    _merge: Merge | None = field(default=None, init=False)
+    _stored: str | None = field(default=None, init=False)
 
     def begin(self, at: schemas.RoundAttempt, participants: Collection[str]) -> None:
         """Start the sum of an open attempt; after a restart, resume it."""
         self._boards, self._merge = {}, None
-        if not self._spec.sealed_in(at.round):
+        if not self.spec.sealed_in(at.round):
             return
         self._at = at
-        self._stored = self._store.sealed_sums.of(self._spec.federation, self._at)
+        self._stored = self.store.sealed_sums.of(self.spec.federation, self._at)
         known = {} if self._stored is None else _RECORDS.validate_json(self._stored)
         for exchange in get_args(schemas.SumExchange):
-            if exchange == "parts" or not self._spec.has_public_counts:
-                where = SumRound(self._spec.federation, at.round, at.attempt, exchange)
+            if exchange == "parts" or not self.spec.has_public_counts:
+                where = SumRound(self.spec.federation, at.round, at.attempt, exchange)
                 self._boards[exchange] = SumBoard(where, participants, known.get(exchange))
 
     def end(self) -> None:
@@ -453,17 +450,17 @@ class SealedSums:
     def receive(self, device: str, message: schemas.SumUp) -> None:
         """Handle a device's step; an invalid step excludes the device from the sum."""
         board = self._boards.get(message.exchange)
-        if board is None or not self._is_member(device) or message.at != self._at:
+        if board is None or not self.is_member(device) or message.at != self._at:
             return
         if isinstance(message.body, schemas.SumRefused):
-            self._events.write("sum_refused", **self._about, client=device, reason=message.body.why.value)
+            self.events.write("sum_refused", **vars(self._at), client=device, reason=message.body.why.value)
         try:
             board.check(device, message.body)
         except WireError as error:
-            self._events.write("sum_refused", **self._about, client=device, reason=str(error))
-            self._follow(board, board.leave_out(device, self._clock()))
+            self.events.write("sum_refused", **vars(self._at), client=device, reason=str(error))
+            self._follow(board, board.leave_out(device, self.clock()))
         else:
-            self._follow(board, board.receive(device, message.body, self._clock()))
+            self._follow(board, board.receive(device, message.body, self.clock()))
 
     def link_is_back(self) -> None:
         """Restart the wait, since devices could not answer for a while."""
@@ -474,7 +471,7 @@ class SealedSums:
         """Advance the time while the link is up; `there`: devices that may still participate in the attempt."""
         for board in self._boards.values():
             if board.waits:
-                self._follow(board, board.tick(there, self._clock()))
+                self._follow(board, board.tick(there, self.clock()))
 
     def open(self, accepted: Collection[str], merge: Merge) -> None:
         """Open the sum of these clients' sealed numbers, then call `merge`, with an empty sum if it can't be opened."""
@@ -483,24 +480,20 @@ class SealedSums:
             merge(OpenedSum())
             return
         self._merge = merge
-        self._follow(board, board.close(accepted, self._clock()))
+        self._follow(board, board.close(accepted, self.clock()))
 
     def lost(self, at: schemas.RoundAttempt, reason: str) -> None:
         """Record that an attempt's aggregate has no sum although it was opened."""
         self.failure = SumFailure(at.round, reason, None)
-        self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
-
-    @property
-    def _about(self) -> dict[str, EventValue]:
-        return {"round": self._at.round, "attempt": self._at.attempt}
+        self.events.write("sum_off", **vars(at), reason=reason)
 
     def _follow(self, board: SumBoard, sends: Sends) -> None:
         content = _RECORDS.dump_json({exchange: one.record for exchange, one in self._boards.items()}).decode()
         if content != self._stored:
-            self._store.sealed_sums.keep(self._spec.federation, self._at, content)
+            self.store.sealed_sums.keep(self.spec.federation, self._at, content)
             self._stored = content
         for device, step in sends:
-            self._publisher.sum_step(device, self._at, board.at.exchange, step)
+            self.publisher.sum_step(device, self._at, board.at.exchange, step)
         if board.phase not in _ENDED:
             return
         if board.at.exchange == "weights":
@@ -516,27 +509,27 @@ class SealedSums:
         try:
             steps: list[schemas.ToDevice] = [*board.weights()] or [schemas.SumOff()]
         except WireError as error:  # a device lied about its shares
-            self._events.write("sum_refused", **self._about, client="", reason=str(error))
+            self.events.write("sum_refused", **vars(self._at), client="", reason=str(error))
             steps = [schemas.SumOff()]
         counted = {name for _, names in board.named for name in names}
         for device in waiting:
             for step in steps if device in counted else [schemas.SumOff()]:
-                self._publisher.sum_step(device, self._at, "weights", step)
+                self.publisher.sum_step(device, self._at, "weights", step)
 
     def _opened(self, board: SumBoard) -> OpenedSum:
         ended, reason = board.ended
         self.refused = {device: why for one in self._boards.values() for device, why in one.refused.items()}
         if board.phase is Phase.OPENED:
             try:
-                parts = self._spec.sealed_in(self._at.round)
-                correction = board.correction(sum(number_count(self._spec.layouts[part]) for part in parts))
+                parts = self.spec.sealed_in(self._at.round)
+                correction = board.correction(sum(number_count(self.spec.layouts[part]) for part in parts))
             except WireError as error:  # a device lied about its shares
                 reason = str(error)
             else:
                 self.failure = None
                 clients = sorted(name for _, names in board.named for name in names)
-                self._events.write("sum_opened", **self._about, clients=clients)
+                self.events.write("sum_opened", **vars(self._at), clients=clients)
                 return OpenedSum(board.named, correction.astype("<u4").tobytes())
         self.failure = SumFailure(self._at.round, reason, ended)
-        self._events.write("sum_off", **self._about, reason=reason)
+        self.events.write("sum_off", **vars(self._at), reason=reason)
         return OpenedSum()

@@ -380,12 +380,8 @@ class AgentConfig(Settings):
         return beside.with_name(".training.lock")
 
     @model_validator(mode="after")
-    def _epsilon_covers_the_images(self) -> AgentConfig:
+    def _sections_fit(self) -> AgentConfig:
         check_defence(self.data.defence, self.data.defence_params, dp_sgd=self.privacy.dp_sgd is not None)
-        return self
-
-    @model_validator(mode="after")
-    def _tls_unless_insecure(self) -> AgentConfig:
         if self.tls is None and not self.broker.insecure:
             raise ValueError(
                 "a [tls] table with ca, cert and key is missing (only broker.insecure = true works without it)"

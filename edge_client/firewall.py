@@ -84,25 +84,17 @@ def check_spec(
         network: with this device's own backbone; None: the spec's network.
     """
     try:
-        return _refusal(spec, policy, network)
+        if spec.method not in (known := method_names()):
+            problem = f"method {spec.method} is not installed here (there are {', '.join(known)}); update the agent"
+            return DeclineReason.UNKNOWN_METHOD, problem
+        if asked := beyond_policy(spec, policy):
+            return asked[0][0], "; ".join(text for _, text in asked)
+        own = network or spec.network
+        check_name(own.split)
+        if own.weights is not None:
+            pinned_weights(own.weights)
     except LearningError as error:
         return DeclineReason.SPEC_REFUSED, str(error)
-
-
-def _refusal(
-    spec: FederationSpec, policy: PolicySection, network: NetworkChoice | None
-) -> tuple[DeclineReason, str] | None:
-    if spec.method not in method_names():
-        problem = (
-            f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
-        )
-        return DeclineReason.UNKNOWN_METHOD, problem
-    if asked := beyond_policy(spec, policy):
-        return asked[0][0], "; ".join(text for _, text in asked)
-    own = network or spec.network
-    check_name(own.split)
-    if own.weights is not None:
-        pinned_weights(own.weights)
     if not all(spec.layouts.get(part) for part in spec.upload):
         return DeclineReason.SPEC_REFUSED, "the spec asks for a part without listing its tensors"
     return None

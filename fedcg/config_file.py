@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 
 from fedcg.errors import NOT_FOUND, FedcgError
@@ -37,10 +37,8 @@ def _exact(schema: Any) -> Any:
     return [_exact(value) for value in schema] if isinstance(schema, list) else schema
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, frozen=True, extra="forbid"):
     """Base of all settings: a number may not be text or `true`, and a switch takes only `true` or `false`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

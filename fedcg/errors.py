@@ -6,8 +6,7 @@ allowed, 5 already running, 6 already exists, 7 not found, 8 a leak or an unmet 
 FedcgError              1: failed while running
 ├── BadInputError       2: bad input; options that the command refuses
 ├── NoAnswerInTimeError 3: something did not answer in time
-├── ConnectionFailedError 4: there is no connection, or the other side refuses the caller
-└── …                   each package's own errors, with the code in its `errors.py`; 5, 6 and 7 are set where they are raised
+└── …                   each package's own errors, with the code in its `errors.py`; 4 to 7 are set where they are raised
 """
 
 import re
@@ -108,9 +107,3 @@ class NoAnswerInTimeError(FedcgError):
     """Something did not answer in time."""
 
     exit_code = TIMED_OUT
-
-
-class ConnectionFailedError(FedcgError):
-    """There is no connection, or the other side refuses the caller."""
-
-    exit_code = NOT_CONNECTED

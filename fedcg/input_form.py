@@ -6,7 +6,7 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from fedcg.config_file import Settings
 
@@ -17,10 +17,8 @@ MAX_NUMBERS = 16 * 1024 * 1024
 """The most numbers in one tensor: 64 MiB as float32."""
 
 
-class ImageForm(Settings):
+class ImageForm(Settings, allow_inf_nan=False):
     """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Annotated[Literal["image"], Field(description="image or tensor; each has its own settings")] = "image"
     mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
@@ -63,14 +61,12 @@ class ImageForm(Settings):
         return numbers
 
 
-class TensorForm(Settings):
+class TensorForm(Settings, allow_inf_nan=False):
     """Tensors of one shape and element type, normalised along their first dimension or not at all.
 
     Attributes:
         kind: image or tensor; each has its own settings.
     """
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Literal["tensor"]
     shape: Annotated[

@@ -14,14 +14,15 @@ import io
 import os
 import secrets
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO, TypeVar
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+from pydantic import BaseModel, ValidationError
 
 from fedcg.errors import EXISTS, FedcgError
 from fedcg.files import DISK_FAILS, PRIVATE, fsync_path
@@ -35,6 +36,8 @@ FRAME_BYTES = 1 << 20
 TAG_BYTES = 16
 # RFC 7914; 64 MiB of memory for each guess. Fixed by the version in MAGIC, so no file can demand more.
 SCRYPT_N, SCRYPT_R, SCRYPT_P = 1 << 16, 8, 1
+FACTS_FILE = "backup.json"
+FactsT = TypeVar("FactsT", bound=BaseModel)
 
 
 class Seal(Value):
@@ -44,11 +47,13 @@ class Seal(Value):
         magic: its first bytes, with a version.
         passphrase: gives the key of each file, with its salt.
         error: raised by a reader.
+        most_small: bytes of the largest entry of a backup that is read into memory.
     """
 
     magic: bytes
     passphrase: str = field(repr=False)
     error: type[FedcgError]
+    most_small: int = 1 << 20
 
     @property
     def head_bytes(self) -> int:
@@ -59,6 +64,17 @@ class Seal(Value):
         """The cipher of a file with this head."""
         derived = Scrypt(salt=head[len(self.magic) :], length=32, n=SCRYPT_N, r=SCRYPT_R, p=SCRYPT_P)
         return AESGCM(derived.derive(self.passphrase.encode()))
+
+    def small(self, entry: tarfile.TarInfo, content: IO[bytes]) -> bytes:
+        """The whole content of an entry.
+
+        Raises:
+            FedcgError: `error`: it has more than `most_small` bytes.
+        """
+        data = content.read(self.most_small + 1)
+        if len(data) > self.most_small:
+            raise self.error(f"{entry.name} in the backup has more than {self.most_small} bytes")
+        return data
 
 
 class SealingWriter(io.RawIOBase):
@@ -125,11 +141,8 @@ class SealedReader(io.RawIOBase):
         try:
             opened = self._cipher.decrypt(_nonce(self._number, is_last=not self._next), sealed, self._head)
         except InvalidTag as error:
-            why = (
-                "another passphrase was used for it, or it is damaged"
-                if self._number == 0
-                else "it is damaged or truncated"
-            )
+            at_first = "another passphrase was used for it, or it is damaged"
+            why = "it is damaged or truncated" if self._number else at_first
             refused = self._seal.error(f"{self._name} can't be read: {why}; nothing was written")
             refused.next_step = "give the passphrase that it was written with, or use another copy"
             raise refused from error
@@ -183,18 +196,6 @@ def without_accounts(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def read_small(content: IO[bytes], name: str, most: int, error: type[FedcgError]) -> bytes:
-    """The whole content of an entry.
-
-    Raises:
-        FedcgError: `error`: it has more than `most` bytes.
-    """
-    data = content.read(most + 1)
-    if len(data) > most:
-        raise error(f"{name} in the backup has more than {most} bytes")
-    return data
-
-
 def sealed_entries(source: Path, seal: Seal) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
     """The files in a sealed tar archive, each with its content, which must be read before the next entry.
 
@@ -218,3 +219,24 @@ def sealed_entries(source: Path, seal: Seal) -> Iterator[tuple[tarfile.TarInfo, 
         except tarfile.TarError as error:
             raise seal.error(f"{source} can't be read: {error}") from error
         reader.read()  # up to the last frame, which proves that nothing is missing
+
+
+def read_facts(source: Path, seal: Seal, kind: type[FactsT], is_entry: Callable[[str], bool]) -> FactsT:
+    """The first entry of a backup, `FACTS_FILE`. Reads the whole file and checks each name in it.
+
+    Raises:
+        FedcgError: `Seal.error`: no backup, one of another version, or an entry whose name is not one.
+        OSError: the file can't be read.
+    """
+    facts: FactsT | None = None
+    for number, (entry, content) in enumerate(sealed_entries(source, seal)):
+        if number == 0 and entry.name == FACTS_FILE:
+            try:
+                facts = kind.model_validate_json(seal.small(entry, content))
+            except ValidationError as error:
+                raise seal.error(f"{source} is a backup of another version of this program") from error
+        elif not is_entry(entry.name):
+            raise seal.error(f"{source} contains {entry.name!r}, which is not part of a backup")
+    if facts is None:
+        raise seal.error(f"{source} is not a backup")
+    return facts

@@ -30,6 +30,7 @@ REVOKED_ADVICE = (
 
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
+LEVEL_NAMES = {number: name for name, number in LEVELS.items()}
 Event = Mapping[str, Any]
 
 _OPTIONAL = re.compile(r"<([^<>|]*)(?:\|([^<>]*))?>")

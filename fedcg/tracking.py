@@ -134,10 +134,8 @@ class _TensorBoard:
     def add_table(self, name: str, rows: Sequence[Row]) -> None:
         lines = [[*rows[0]], ["---"] * len(rows[0]), *([str(one) for one in row.values()] for row in rows)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        tensor, metadata = (
-            {"dtype": "DT_STRING", "string_val": [text.encode()]},
-            {"plugin_data": {"plugin_name": "text"}},
-        )
+        tensor = {"dtype": "DT_STRING", "string_val": [text.encode()]}
+        metadata = {"plugin_data": {"plugin_name": "text"}}
         self._write(0, time.time(), [{"tag": name, "tensor": tensor, "metadata": metadata}])
 
     def _write(self, step: int, at: float, values: Sequence[Mapping[str, object]]) -> None:

@@ -102,27 +102,23 @@ class WorkerProcess:
             child.stop()
 
 
+@dataclass(eq=False)
 class _Child:
     """One child from its start to its end."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        connection: Connection,
-        work: object,
-        stall_s: float,
-        deliver: Callable[[Any], None],
-    ) -> None:
-        self.process = process
-        self._connection = connection
-        self._stall_s = stall_s
-        self._deliver = deliver
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    work: object
+    stall_s: float
+    deliver: Callable[[Any], None]
+
+    def __post_init__(self) -> None:
         self._requests: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._requests.put(work)
+        self._requests.put(self.work)
         self._reason = ""  # why the parent ended it
         self._is_stopped = False
         self._asked, self._handled = 0, -1  # -1 until it is ready
-        self._quiet_since = time.monotonic() + max(0.0, START_S - stall_s)
+        self._quiet_since = time.monotonic() + max(0.0, START_S - self.stall_s)
 
     def send(self, request: object) -> None:
         self._quiet_since = max(self._quiet_since, time.monotonic())
@@ -142,7 +138,7 @@ class _Child:
     def write(self) -> None:
         with contextlib.suppress(OSError):  # it is gone; `read` notices
             while (request := self._requests.get()) is not None:
-                self._connection.send(request)
+                self.connection.send(request)
 
     def read(self) -> None:
         try:
@@ -158,11 +154,11 @@ class _Child:
 
     def _follow(self) -> None:
         while True:
-            while not self._connection.poll(POLL_S):
-                if not self._reason and self.is_busy and time.monotonic() - self._quiet_since > self._stall_s:
-                    self._reason = f"no progress for {self._stall_s:g} s"
+            while not self.connection.poll(POLL_S):
+                if not self._reason and self.is_busy and time.monotonic() - self._quiet_since > self.stall_s:
+                    self._reason = f"no progress for {self.stall_s:g} s"
                     self.process.kill()  # also ends a stopped process
-            report = self._connection.recv()
+            report = self.connection.recv()
             self._quiet_since = time.monotonic()
             if isinstance(report, Rested):
                 self._handled = report.handled
@@ -171,7 +167,7 @@ class _Child:
 
     def _report(self, report: object) -> None:
         if not self._is_stopped:
-            self._deliver(report)
+            self.deliver(report)
 
 
 def requests_of(connection: Connection) -> Iterator[Any]:

@@ -5,7 +5,6 @@ Imports torch: only the aggregation worker and the creation of a federation may 
 
 import json
 import platform
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import cast
@@ -15,7 +14,7 @@ from safetensors.torch import load, save
 
 from coordinator.errors import AggregationError
 from devices.files import LIVE_ROOT, cpuinfo_field
-from fedcg.learning.method import Aggregate, Method, ServerState, Weights, check_finite
+from fedcg.learning.method import Aggregate, Method, Parts, ServerState, check_finite
 from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
@@ -96,7 +95,7 @@ def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
     return extras
 
 
-def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Method) -> None:
+def check_parts(parts: Parts, spec: FederationSpec, method: Method) -> None:
     """Check that a method's aggregate has exactly the parts declared as shared, with finite numbers.
 
     Raises:

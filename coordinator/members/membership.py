@@ -143,14 +143,8 @@ class Admission(Value):
             log.warning("%s enrolled. %s", device, NOT_APPLIED)
         if earlier is not None:
             evict(self.home, device, earlier.public_key, [record.id for record in self.store.federations()])
-        self.events.write(
-            "device_enrolled",
-            client=device,
-            token=token.id,
-            serial=record.serial,
-            replaced=token.replaces,
-            reloaded=reloaded,
-        )
+        about = {"client": device, "token": token.id, "serial": record.serial}
+        self.events.write("device_enrolled", **about, replaced=token.replaces, reloaded=reloaded)
         return record
 
     def _certify(self, device: str, key: ec.EllipticCurvePublicKey, now: float) -> CertificateRecord:

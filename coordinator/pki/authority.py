@@ -21,6 +21,7 @@ from coordinator.errors import HomeError
 from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.values import Value
+from fedcg.wire.messages.envelopes import PRIVATE_PEM
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.tls import AUTHORITY_NAME, SET_CLOCK, ServerRole, clock_time
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -365,11 +366,8 @@ def _load_revocations(path: Path, authority: x509.Certificate) -> x509.Certifica
 
 
 def _write(credential: Credential, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    encoded = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
     credential.key.unlink(missing_ok=True)
-    write_durably(credential.key, encoded, is_new=True)
+    write_durably(credential.key, key.private_bytes(*PRIVATE_PEM), is_new=True)
     credential.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 

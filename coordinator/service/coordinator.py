@@ -25,10 +25,6 @@ class _Running(Value):
     work: Future[None]
 
 
-def _raise(error: BaseException) -> None:
-    raise error
-
-
 class Coordinator:
     """Runs a service for every started federation.
 
@@ -45,8 +41,7 @@ class Coordinator:
         self._specs: dict[str, FederationSpec] = {}
         self.events = events
         self._context_of = context_of
-        self._on_failure: Callable[[BaseException], None] = _raise
-        self._is_started = False
+        self._on_failure: Callable[[BaseException], None] | None = None  # until it is started
         self._running: dict[str, _Running] = {}
         self._changing = threading.Lock()
 
@@ -79,7 +74,6 @@ class Coordinator:
             on_failure: called with the error of a failed service, on its thread; the process must then exit.
         """
         self._on_failure = on_failure
-        self._is_started = True
         for record in self.store.federations():
             self.follow(record.id)
 
@@ -90,7 +84,7 @@ class Coordinator:
         """
         with self._changing:
             record = self.store.federation(federation)
-            if not self._is_started or record.status is FederationStatus.CREATED:
+            if self._on_failure is None or record.status is FederationStatus.CREATED:
                 return
             running = self._running.get(federation)
             if running is not None and self._goes_on(running.service, record):
@@ -134,5 +128,5 @@ class Coordinator:
 
     def _ended(self, work: Future[None]) -> None:
         error = work.exception()
-        if error is not None:
+        if error is not None and self._on_failure is not None:
             self._on_failure(error)

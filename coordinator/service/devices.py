@@ -195,12 +195,7 @@ class Invitations:
         now = self.context.clock()
         self.context.store.answer(*about, participant, reason, answered_at=now, predicted_s=predicted_s)
         self.context.events.write(
-            participant.value,
-            client=device,
-            round=answer.round,
-            attempt=answer.attempt,
-            reason=reason,
-            predicted_s=predicted_s,
+            participant.value, client=device, **vars(answer.at), reason=reason, predicted_s=predicted_s
         )
         if declined:
             self.round_driver.apply(signals.UpdateRefused(answer.round, answer.attempt, device))
@@ -231,8 +226,8 @@ class Invitations:
         detail = f"the round waits until {what}, since too few others are left"
         if needs_owner:
             detail = "it participates once its owner approves the spec; this doesn't count as a failed attempt"
-        where = {"round": answer.round, "attempt": answer.attempt}
-        self.context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
+        why = {**vars(answer.at), "reason": answer.reason.value, "detail": detail}
+        self.context.events.write("declined", client=device, **why)
 
     @property
     def waits(self) -> dict[str, str]:

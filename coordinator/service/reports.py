@@ -24,7 +24,6 @@ class DeviceProgress(OfAttempt):
         phase: phase of its training process.
         step, steps: progress of the phase.
         since: when the phase was first reported.
-        reported_at: when the last heartbeat arrived.
         ends_at: predicted end of the phase at the current rate; None before its second report.
     """
 
@@ -32,7 +31,6 @@ class DeviceProgress(OfAttempt):
     step: int
     steps: int
     since: float
-    reported_at: float
     ends_at: float | None
 
 
@@ -98,7 +96,7 @@ class ProgressBoard:
         done = beat.step - self._first_steps[device]
         left = max(0, beat.steps - beat.step)
         ends_at = now + left * (now - since) / done if done > 0 else None
-        self._latest[device] = DeviceProgress(*about, beat.step, beat.steps, since, now, ends_at)
+        self._latest[device] = DeviceProgress(*about, beat.step, beat.steps, since, ends_at)
         return before is None or before.at != beat.at
 
     def forget(self, device: str) -> None:

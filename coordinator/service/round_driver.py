@@ -362,4 +362,4 @@ class RoundDriver:
         return jobs.Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
     def _write(self, name: str, at: RoundAttempt, **values: EventValue) -> None:
-        self._events.write(name, round=at.round, attempt=at.attempt, **values)
+        self._events.write(name, **vars(at), **values)

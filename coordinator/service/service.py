@@ -94,14 +94,8 @@ class Service:
             self._refusals,
             self._queue.put,
         )
-        key_of = self._message_checks.key_of
         self.sums = SealedSums(
-            context.spec,
-            context.store,
-            self._publisher,
-            context.events,
-            time.monotonic,
-            lambda device: key_of(device) is not None,
+            context.spec, context.store, self._publisher, context.events, time.monotonic, self._message_checks.knows
         )
         self.round_driver = RoundDriver(
             context, self._publisher, self.published, self._worker, self.receiver, self.sums

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from sqlalchemy import Connection, Engine, column, func, insert, inspect, select, table, text
 from sqlalchemy.exc import DBAPIError
 
@@ -24,7 +24,7 @@ from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
-from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
+from fedcg.sealing import FACTS_FILE, Seal, add_bytes, read_facts, sealed_archive, sealed_entries, without_accounts
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.schemas import Outcome
 
@@ -86,7 +86,7 @@ def read_backup(source: Path, home: Home, passphrase: str, configure: Callable[[
         raise StoreError(
             f"{home.root} is not an empty directory; choose another one for the restored coordinator", exit_code=EXISTS
         )
-    seal = Seal(MAGIC, passphrase, StoreError)
+    seal = Seal(MAGIC, passphrase, StoreError, MAX_SMALL_BYTES)
     facts = _checked(source, seal)
     home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     home.root.chmod(0o700)
@@ -103,11 +103,7 @@ def _restore(source: Path, home: Home, seal: Seal, configure: Callable[[Home], N
     for entry, content in sealed_entries(source, seal):
         if FILE_ENTRY.fullmatch(entry.name):
             mode = READABLE if entry.mode & 0o004 else PRIVATE
-            replace_durably(
-                home.root / entry.name.removeprefix("home/"),
-                read_small(content, entry.name, MAX_SMALL_BYTES, StoreError),
-                mode,
-            )
+            replace_durably(home.root / entry.name.removeprefix("home/"), seal.small(entry, content), mode)
     configure(home)
     home.make_folders()
     artifacts, place = artifacts_of(home), database.database_of(home)
@@ -138,7 +134,7 @@ def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFa
         connection.exec_driver_sql("BEGIN" if engine.dialect.name == "sqlite" else "SELECT 1")
         kept, needed = _kept_artifacts(connection, home.config().storage.keep_rounds)
         facts = BackupFacts(schema_version=SCHEMA_VERSION, made_at=time.time(), artifacts=len(kept))
-        add_bytes(archive, "backup.json", facts.model_dump_json().encode())
+        add_bytes(archive, FACTS_FILE, facts.model_dump_json().encode())
         without = (schema.events, schema.used_keys)  # a restored coordinator does not need these
         for number, source in enumerate(one for one in schema.metadata.sorted_tables if one not in without):
             rows = connection.execute(select(source).execution_options(yield_per=ROWS)).mappings()
@@ -189,18 +185,8 @@ def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str],
 
 def _checked(source: Path, seal: Seal) -> BackupFacts:
     """Read the whole file and check each name in it."""
-    facts: BackupFacts | None = None
-    for number, (entry, content) in enumerate(sealed_entries(source, seal)):
-        name = entry.name
-        if number == 0 and name == "backup.json":
-            try:
-                facts = BackupFacts.model_validate_json(read_small(content, name, MAX_SMALL_BYTES, StoreError))
-            except ValidationError as error:
-                raise StoreError(f"{source} is a backup of another version of this program") from error
-        elif not any(kind.fullmatch(name) for kind in (FILE_ENTRY, TABLE_ENTRY, ARTIFACT_ENTRY)):
-            raise StoreError(f"{source} contains {name!r}, which is not part of a backup")
-    if facts is None:
-        raise StoreError(f"{source} is not a backup")
+    kinds = (FILE_ENTRY, TABLE_ENTRY, ARTIFACT_ENTRY)
+    facts = read_facts(source, seal, BackupFacts, lambda name: any(kind.fullmatch(name) for kind in kinds))
     if not 1 <= facts.schema_version <= SCHEMA_VERSION:
         raise StoreError(
             f"{source} has schema version {facts.schema_version}, but this program reads up to version {SCHEMA_VERSION}. Use the "
@@ -219,9 +205,7 @@ def _restore_rows(connection: Connection, source: Path, seal: Seal, facts: Backu
     for entry, content in sealed_entries(source, seal):
         if (found := TABLE_ENTRY.fullmatch(entry.name)) is None:
             continue
-        rows: list[dict[str, Any]] = [
-            json.loads(line) for line in read_small(content, entry.name, MAX_SMALL_BYTES, StoreError).splitlines()
-        ]
+        rows: list[dict[str, Any]] = [json.loads(line) for line in seal.small(entry, content).splitlines()]
         filled = table(found.group(2), *(column(field) for field in rows[0]))
         connection.execute(insert(filled), rows)
     epoch = database.recovered_epoch(

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.storage import schema
 from fedcg.errors import in_words
 from fedcg.event_log import EventLog, EventValue, log_event
-from fedcg.sentences import LEVELS, Sentence, sentence_of
+from fedcg.sentences import LEVEL_NAMES, LEVELS, Sentence, sentence_of
 from fedcg.values import Value
 
 FLUSH_S, RETRY_S = 0.25, 5.0
@@ -31,7 +31,6 @@ MAX_WAITING = 10_000
 Event = dict[str, Any]
 """The fields of an event with `id`, `level` and `message`, its sentence in the log."""
 _log = logging.getLogger(__name__)
-_NAMES = {number: name for name, number in LEVELS.items()}
 
 
 class EventFilter(Value):
@@ -142,7 +141,7 @@ class Events(schema.Queries):
 
     def _events(self, query: Select[Any]) -> list[Event]:
         return [
-            {**json.loads(row.content), "id": row.id, "level": _NAMES[row.level], "message": row.message}
+            {**json.loads(row.content), "id": row.id, "level": LEVEL_NAMES[row.level], "message": row.message}
             for row in self._rows(query)
         ]
 

@@ -281,20 +281,11 @@ class Store(schema.Queries):
         reasons: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Store the merge weights of clients' updates (0: not merged), their figures as JSON, and why some are odd."""
-        self._write(
-            *(
-                _change(
-                    schema.updates,
-                    federation,
-                    at,
-                    client,
-                    weight=weight,
-                    figures=figures.get(client),
-                    reason=reasons.get(client, ""),
-                )
-                for client, weight in weights.items()
-            )
-        )
+        judged = {
+            client: {"weight": weight, "figures": figures.get(client), "reason": reasons.get(client, "")}
+            for client, weight in weights.items()
+        }
+        self._write(*(_change(schema.updates, federation, at, client, **values) for client, values in judged.items()))
 
     def fail_attempt(
         self, federation: str, at: RoundAttempt, reason: str, now: float, first_attempt: int | None = None
@@ -495,7 +486,7 @@ def _added_link(federation: str, link: KeyLink, now: float) -> Insert:
 
 
 def _is(federation: str, at: RoundAttempt) -> dict[str, Any]:
-    return {"federation": federation, "round": at.round, "attempt": at.attempt}
+    return {"federation": federation, **vars(at)}
 
 
 def _change_federation(federation: str, **values: object) -> Update:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,12 +49,13 @@ class Broken(Value):
     error: BaseException
 
 
+@dataclass(eq=False)
 class Receiver:
     """Receives the updates of one federation; every call returns at once.
 
     Args:
         checks: decides about updates.
-        partials: folder for half-received updates, on the file system of the artifacts.
+        folder: half-received updates, on the file system of the artifacts.
         limits: limits of the link to the broker.
         publisher: sends grants and receipts.
         events: the event log.
@@ -65,25 +67,19 @@ class Receiver:
         without_room: by device, why its update must wait for space in the folder of half-received updates.
     """
 
-    def __init__(
-        self,
-        checks: UpdateChecks,
-        partials: Path,
-        limits: LinkLimits,
-        publisher: Publisher,
-        events: EventLog,
-        refusals: Refusals,
-        notify: Callable[[UpdateStored | UpdateRefused | Broken], None],
-    ) -> None:
-        self.dropped = 0
-        self.without_room: dict[str, str] = {}
-        self._checks = checks
-        self._events = events
-        self._publisher = publisher
-        self._notify = notify
-        self._refusals = refusals
-        self._partials = Partials(partials, MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
-        self._uploads = Uploads(self._partials, limits.window, limits.shared)
+    checks: UpdateChecks
+    folder: Path
+    limits: LinkLimits
+    publisher: Publisher
+    events: EventLog
+    refusals: Refusals
+    notify: Callable[[UpdateStored | UpdateRefused | Broken], None]
+    dropped: int = field(default=0, init=False)
+    without_room: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._partials = Partials(self.folder, MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
+        self._uploads = Uploads(self._partials, self.limits.window, self.limits.shared)
         self._work: deque[tuple[_Work, int]] = deque()
         self._bytes = 0
         self._filled = threading.Condition()
@@ -206,7 +202,7 @@ class Receiver:
                     self._bytes -= size
                 work()
         except Exception as error:  # noqa: BLE001 - the run loop of a thread: the service ends with it
-            self._notify(Broken(error))
+            self.notify(Broken(error))
         finally:
             self._uploads.close()
 
@@ -219,9 +215,9 @@ class Receiver:
         except Exception as error:  # it would happen again after a restart, so the update is rejected
             where = f"the update of {device} to round {manifest.round}, attempt {manifest.attempt}"
             log.exception("%s was rejected: its check failed", where)
-            self._refusals.note("unforeseen", error, device)
+            self.refusals.note("unforeseen", error, device)
             reason = f"its check failed with {type(error).__name__}; see the coordinator's log"
-            self._end_with(self._checks.rejected(device, manifest, self._checks.clock(), reason), manifest)
+            self._end_with(self.checks.rejected(device, manifest, self.checks.clock(), reason), manifest)
             raise OrderError(f"the update of {device} was rejected after an unexpected error") from error
 
     def _answer(self, device: str) -> None:
@@ -236,19 +232,19 @@ class Receiver:
             log.warning("the update of %s must be announced again: %s", device, error)
 
     def _announced(self, device: str, manifest: schemas.Manifest) -> None:
-        earlier = self._checks.ended(device, manifest)
+        earlier = self.checks.ended(device, manifest)
         if earlier is not None:
             self._repeat(device, manifest, earlier)
             return
-        end = self._checks.end_without_check(device, manifest)
+        end = self.checks.end_without_check(device, manifest)
         if end is not None:
             self._finish(device, manifest, *end)
             return
-        now = self._checks.clock()
-        if (reason := self._checks.why_too_large(manifest)) is not None:
-            self._end_with(self._checks.rejected(device, manifest, now, reason), manifest)
+        now = self.checks.clock()
+        if (reason := self.checks.why_too_large(manifest)) is not None:
+            self._end_with(self.checks.rejected(device, manifest, now, reason), manifest)
             return
-        carrier = self._publisher.carrier(device)
+        carrier = self.publisher.carrier(device)
         self._follow(self._uploads.begin(device, manifest, time.monotonic(), now, carrier))
 
     def _feed(self, device: str, payload: bytes) -> None:
@@ -272,7 +268,7 @@ class Receiver:
         return None if manifest is None else manifest.artifact
 
     def _refuse(self, device: str, error: WireError) -> None:
-        self._refusals.note(f"a chunk of {device}", error, device)
+        self.refusals.note(f"a chunk of {device}", error, device)
 
     def _take(self, device: str, chunk: Chunk) -> None:
         now, manifest = time.monotonic(), self._uploads.manifest(device)
@@ -294,11 +290,11 @@ class Receiver:
 
     def _follow(self, event: Grant | Received | None) -> None:
         if isinstance(event, Received):
-            self._end_with(self._checks.check(event), event.manifest, event)
+            self._end_with(self.checks.check(event), event.manifest, event)
         elif event is not None:
             if event.is_queued:
                 self._admit(event)
-            self._publisher.need(event.device, event.manifest, event.ranges)
+            self.publisher.need(event.device, event.manifest, event.ranges)
 
     def _admit(self, grant: Grant) -> None:
         """Accept the granted frames; they may arrive as soon as the grant is published."""
@@ -310,28 +306,27 @@ class Receiver:
 
     def _end_with(self, record: UpdateRecord, manifest: schemas.Manifest, received: Received | None = None) -> None:
         """Commit an update's outcome, send its receipt, and notify the round engine."""
-        device, stored = record.client, self._checks.store_end(record)
+        device, stored = record.client, self.checks.store_end(record)
         if stored is None:
-            self._finish(device, manifest, *self._checks.why_late(manifest))
+            self._finish(device, manifest, *self.checks.why_late(manifest))
         elif stored is not record:
             self._repeat(device, manifest, stored)
         elif received is None or record.outcome is not schemas.Outcome.ACCEPTED:
             self._finish(device, manifest, record.outcome, record.reason)
-            self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
+            self.notify(UpdateRefused(record.round, record.attempt, device, record.reason))
         else:
             self._end(device)
-            self._events.write(
+            self.events.write(
                 "update_stored",
                 client=device,
-                round=record.round,
-                attempt=record.attempt,
+                **vars(record.at),
                 artifact=record.artifact,
                 size=record.size,
                 seconds=round(record.stored_at - record.manifest_at, 4),
                 **received.counts,
             )
             self._receipt(device, manifest, record.outcome, "")
-            self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))
+            self.notify(UpdateStored(record.round, record.attempt, device, record.artifact))
 
     def _repeat(self, device: str, manifest: schemas.Manifest, earlier: UpdateRecord) -> None:
         """Respond to a manifest of a device whose update to this attempt has already ended."""
@@ -339,23 +334,16 @@ class Receiver:
             self._end(device)
             self._receipt(device, manifest, earlier.outcome, earlier.reason)
         else:
-            self._finish(device, manifest, *self._checks.why_second(earlier))
+            self._finish(device, manifest, *self.checks.why_second(earlier))
 
     def _finish(self, device: str, manifest: schemas.Manifest, outcome: schemas.Outcome, reason: str) -> None:
         """Drop an upload that is not merged, and send its receipt."""
         self._end(device)
-        self._events.write(
-            "update_refused",
-            client=device,
-            round=manifest.round,
-            attempt=manifest.attempt,
-            outcome=outcome.value,
-            reason=reason,
-        )
+        self.events.write("update_refused", client=device, **vars(manifest.at), outcome=outcome.value, reason=reason)
         self._receipt(device, manifest, outcome, reason)
 
     def _receipt(self, device: str, manifest: schemas.Manifest, outcome: schemas.Outcome, reason: str) -> None:
-        self._publisher.receipt(device, manifest.at, manifest.artifact.id, outcome, reason)
+        self.publisher.receipt(device, manifest.at, manifest.artifact.id, outcome, reason)
 
     def _end(self, device: str) -> None:
         self.without_room.pop(device, None)

@@ -177,7 +177,7 @@ class Screening:
         """Evaluate the accepted updates by their figures, store figures and weights, and write odd updates to the event log."""
         updates = self._accepted(at)
         verdicts = robustness.verdicts_of(figures, self.settings, quorum)
-        where = {"round": at.round, "attempt": at.attempt}
+        where = vars(at)
         weights = self._weights(where, self._examples(at, updates), verdicts)
         stored = {client: _stored(figures[client], verdicts[client]) for client in updates}
         sentences = {client: verdicts[client].sentence for client in updates}

@@ -117,8 +117,7 @@ class CommandExecutor:
             if self._sent != command.update.id and state.delivery is not None:
                 self._record_sending()
                 self._sent, at = command.update.id, state.delivery.round_attempt
-                where = {"round": at.round, "attempt": at.attempt}
-                self.events.write("sending", **where, artifact=command.update.id, bytes=command.update.size)
+                self.events.write("sending", **vars(at), artifact=command.update.id, bytes=command.update.size)
             self.transfer.carrier.send(self._update, command.ranges)
 
     def _record_sending(self) -> None:
@@ -163,39 +162,26 @@ class CommandExecutor:
         """Announce keys for the round's next sum. If weights are secret, their sum comes first."""
         at, spec = command.round_attempt, self.store.spec("" if state.offer is None else state.offer.spec.id)
         if spec is None or spec.has_public_counts:
-            return self._announce("parts", at, state, command.images, command.vote)
+            return self._announce("parts", at, state, command.images, None, command.vote)
         found = self._sums["weights"].found(self._sum_round(at, "weights"))
         if found is None:
-            return self._announce("weights", at, state, command.images, command.vote)
-        return self._announce_parts(at, state, found)
-
-    def _announce_parts(
-        self, at: RoundAttempt, state: SessionState, found: tuple[int, int, int]
-    ) -> signals.Event | None:
-        count, total, vote = found
-        return self._announce("parts", at, state, count, vote, total)
+            return self._announce("weights", at, state, command.images, None, command.vote)
+        return self._announce("parts", at, state, *found)
 
     def _announce(
-        self,
-        exchange: SumExchange,
-        at: RoundAttempt,
-        state: SessionState,
-        count: int,
-        vote: int,
-        total: int | None = None,
+        self, exchange: SumExchange, at: RoundAttempt, state: SessionState, count: int, total: int | None, vote: int
     ) -> signals.Event | None:
         obstacle = self.store.sum_gate.obstacle(at.round)
         keys = None if obstacle else self._sums[exchange].announce(self._sum_round(at, exchange), count, vote, total)
-        where = {"round": at.round, "attempt": at.attempt}
         if obstacle:
             self._refuse_sum(at, exchange, SumObstacle.BLOCKED, state)
         if keys is None:
             known = "this device's numbers of this or a later round are already in a sum"
-            self.events.write("sum_off", **where, reason=obstacle or known)
+            self.events.write("sum_off", **vars(at), reason=obstacle or known)
             return signals.SumReady(at)
         if self._announced != (at, exchange):
             self._announced = at, exchange
-            self.events.write("sum_keys", **where, of=exchange)
+            self.events.write("sum_keys", **vars(at), of=exchange)
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=keys))
         return None
 
@@ -207,7 +193,7 @@ class CommandExecutor:
         if isinstance(step, SumOff):
             if is_due:
                 reason = "too few devices answered in time, or the coordinator refused this device's announcement"
-                self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
+                self.events.write("sum_off", **vars(at), reason=reason)
             return signals.SumReady(at)
         try:
             if obstacle := self.store.sum_gate.obstacle(at.round):
@@ -215,7 +201,7 @@ class CommandExecutor:
             if isinstance(step, SumOpened):
                 keeper.opened(sum_round, step)
                 found = keeper.found(sum_round)
-                return None if found is None or not is_due else self._announce_parts(at, state, found)
+                return None if found is None or not is_due else self._announce("parts", at, state, *found)
             if isinstance(step, SumDealt):
                 keeper.dealt(sum_round, step)
                 if exchange == "parts":
@@ -224,7 +210,7 @@ class CommandExecutor:
             else:
                 answer = keeper.answer(sum_round, step)
         except WireError as error:
-            self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
+            self.events.write("refused", what="sum", **vars(at), detail=str(error))
             is_lost = isinstance(step, SumDealt) and exchange == "parts" and is_due
             self.why[DeclineReason.NO_SUM] = str(error)
             self._refuse_sum(at, exchange, SumObstacle(getattr(error, "why", "other")), state)
@@ -289,7 +275,7 @@ class CommandExecutor:
         if command.reason:
             about = {"reason": command.reason, "detail": self.why.get(DeclineReason(command.reason), "")}
         rounds = 0 if state.offer is None else state.offer.rounds
-        self.events.write(command.event, round=at.round, attempt=at.attempt, rounds=rounds, **about)
+        self.events.write(command.event, **vars(at), rounds=rounds, **about)
 
     def _done(self, command: signals.Done, state: SessionState) -> None:
         self.outcome = command.succeeded

@@ -21,7 +21,7 @@ from edge_client.agent.reports import EventReporter, SelfReporter, ServiceManage
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.identity.credentials import AgentKeys
-from edge_client.link.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
+from edge_client.link.artifact_transfer import ArtifactCarrier, ArtifactTransfer, Downloads, MqttCarrier
 from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake
 from edge_client.link.https_client import https_carrier
 from edge_client.session import signals
@@ -151,8 +151,8 @@ class Agent:
         carrier: ArtifactCarrier = mqtt if https is None else https
         self._reads_chunks = https is None
         window = config.broker.limits.window if https is None else None  # HTTPS has no broker queue
-        max_bytes = config.policy.max_download_mb * 1_000_000
-        self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter.refusals, events)
+        downloads = Downloads(store.partials, window, config.policy.max_download_mb * 1_000_000)
+        self._transfer = ArtifactTransfer(store, carrier, downloads, self._reporter.refusals, events)
         self._requests = owner.OwnerRequests(store.root)
         self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(

@@ -11,7 +11,6 @@ request, and a starting agent deletes old files. `OwnerControl` belongs to the a
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from edge_client.agent.reports import EventReporter, Progress
 from edge_client.config import AgentConfig, PolicySection
@@ -32,7 +31,7 @@ from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import MAX_REASON, NO_CODE, Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import CONTROL_FOLDER, DeliveryRecord, PrivateStore
 from fedcg.event_log import EventLog
-from fedcg.files import PRIVATE, READABLE, is_locked
+from fedcg.files import READABLE, is_locked, replace_durably, take_lock
 from fedcg.learning.errors import NetworkError, ProgramError
 from fedcg.learning.program import Program
 from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec
@@ -48,12 +47,11 @@ ANSWER_S = 15.0
 """The loop checks four times a second, unless its disk is slow."""
 LOOK_EVERY_S = 0.02
 _LOCK = "lock"
-_SUFFIXES = (".request", ".answer", ".draft")
+_SUFFIXES = (".request", ".answer", ".new")
 Reply = dict[str, Any]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class _Request(BaseModel, frozen=True, extra="forbid", strict=True):
     v: Literal[1] = 1
 
 
@@ -130,7 +128,7 @@ class OwnerRequests:
             with contextlib.suppress(OSError):
                 left.unlink()
         self._lock = (self._folder / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # waits for a command that is testing it
+        take_lock(self._lock, None)  # waits for a command that is testing it
 
     def close(self) -> None:
         """Stop accepting requests."""
@@ -153,7 +151,7 @@ class OwnerRequests:
                     text = file.read(MAX_REQUEST_BYTES + 1)
                 path.unlink()
                 self._seen.discard(path.name)
-                _write(path.with_suffix(".answer"), json.dumps(_reply_to(text, answer)), PRIVATE)
+                replace_durably(path.with_suffix(".answer"), json.dumps(_reply_to(text, answer)))
 
 
 def _reply_to(text: bytes, answer: Callable[[OwnerRequest], Reply]) -> Reply:
@@ -178,7 +176,8 @@ def ask_agent(root: Path, request: OwnerRequest) -> Reply:
     try:
         _check_running(root)
         try:
-            _write(path, request.model_dump_json(), READABLE)  # so that the agent can also read a request by root
+            # readable, so that the agent can also read a request by root
+            replace_durably(path, request.model_dump_json(), READABLE)
             reply = json.loads(_answer_to(path, root))
         finally:
             for suffix in _SUFFIXES:
@@ -211,20 +210,6 @@ def _answer_to(path: Path, root: Path) -> bytes:
                 f"the agent is busy and did not answer within {ANSWER_S:g} s; check with `fedcg agent status` whether it was done, then retry"
             )
         time.sleep(LOOK_EVERY_S)
-
-
-def _write(path: Path, text: str, mode: int) -> None:
-    """Write a file atomically."""
-    draft = path.with_suffix(".draft")
-    try:
-        draft.touch(mode)
-        draft.write_text(text, encoding="utf-8")
-        draft.chmod(mode)
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
 
 
 MB = 1_000_000

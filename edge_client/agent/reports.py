@@ -131,7 +131,7 @@ class EventReporter:
             self._events.write("invited", **self._at(event.round_attempt))
 
     def _at(self, attempt: schemas.RoundAttempt) -> dict[str, int]:
-        return {"round": attempt.round, "attempt": attempt.attempt, "rounds": self.rounds}
+        return {**vars(attempt), "rounds": self.rounds}
 
     def link(self, *, up: bool) -> None:
         """Record that the link to the broker changed."""

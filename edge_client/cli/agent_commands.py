@@ -337,11 +337,8 @@ def doctor_command(
             if finding.advice:
                 _print(f"{'':<23} what to do: {finding.advice}")
         if is_sound and settings is not None and not hardware:
-            following = (
-                "the agent already runs: fedcg agent status"
-                if is_locked(settings.store / "lock")
-                else "fedcg agent run"
-            )
+            runs = is_locked(settings.store / "lock")
+            following = "the agent already runs: fedcg agent status" if runs else "fedcg agent run"
             _print(f"Next: {following} --config {config}")
     raise typer.Exit(0 if is_sound else FAILED)
 

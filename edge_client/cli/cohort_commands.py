@@ -223,10 +223,8 @@ def resume_sums_command(
         is_due = known is None or 1 < known <= last  # corrects a number that was too low
         first = store.sum_gate.resume(max(last, store.seen()[1])) if is_due else known
     text = "" if is_due else "Sums were not blocked. "
-    return (
-        {"was_blocked": known is None, "first_round": first},
-        f"{text}This device joins sums from round {first} on.\nNext: fedcg agent run --config {config}",
-    )
+    text += f"This device joins sums from round {first} on.\nNext: fedcg agent run --config {config}"
+    return {"was_blocked": known is None, "first_round": first}, text
 
 
 def _consents(roster: Roster) -> str:

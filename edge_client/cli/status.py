@@ -198,17 +198,16 @@ def _trained(store: PrivateStore, generation: Generation | None) -> Status:
 def _receipts(store: PrivateStore, generation: Generation | None) -> Status:
     outbox = store.outbox(generation)
     deliveries = store.deliveries()
-    last = deliveries[-1] if deliveries else None
     odd = [each for each in deliveries if each.outcome == Outcome.ACCEPTED.value and each.reason]
-    return {
-        "update_waiting": None if outbox is None else outbox.artifact,
-        "last_receipt": None
-        if last is None
-        else f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip(),
-        "odd_updates": f"{len(odd)} of the last {len(deliveries)}; round {odd[-1].round}.{odd[-1].attempt}: {odd[-1].reason}"
-        if odd
-        else None,
-    }
+    found: Status = {"update_waiting": None if outbox is None else outbox.artifact}
+    found |= {"last_receipt": None, "odd_updates": None}
+    if deliveries:
+        last = deliveries[-1]
+        found["last_receipt"] = f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip()
+    if odd:
+        where = f"round {odd[-1].round}.{odd[-1].attempt}: {odd[-1].reason}"
+        found["odd_updates"] = f"{len(odd)} of the last {len(deliveries)}; {where}"
+    return found
 
 
 def _images(store: PrivateStore, generation: Generation | None) -> Status:

@@ -13,7 +13,7 @@ import typer
 from edge_client.cli.shared_options import ConfigOption, alone_with_store, read_config
 from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
-from fedcg.sentences import DEBUG, LEVELS, sentence_of
+from fedcg.sentences import DEBUG, LEVEL_NAMES, sentence_of
 from fedcg.terminal import PassphraseFile, Result, passphrase_of, print_data, prints
 from fedcg.text_output import moment, moment_of
 
@@ -112,17 +112,17 @@ def restore_command(
 
 
 FOLLOW_EVERY_S = 0.5
-_NAMES = {number: name for name, number in LEVELS.items()}
 LoggedEvent = dict[str, EventValue]
+SinceOption = Annotated[
+    str | None,
+    typer.Option("--since", metavar="SPAN", help="E.g. 10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
+]
 
 
 def logs_command(
     config: ConfigOption = Path("agent.toml"),
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines as they arrive.")] = False,
-    since: Annotated[
-        str | None,
-        typer.Option("--since", metavar="SPAN", help="E.g. 10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
-    ] = None,
+    since: SinceOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also print lines of level debug.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print events with all fields, one JSON object per line.")
@@ -156,15 +156,12 @@ def _event_line(event: LoggedEvent, at: float, *, verbose: bool) -> str:
     sentence = sentence_of(event)
     if sentence is None or (sentence.level <= DEBUG and not verbose):
         return ""
-    return f"{moment(at)} [{_NAMES[sentence.level]:<9}] {sentence.text}"
+    return f"{moment(at)} [{LEVEL_NAMES[sentence.level]:<9}] {sentence.text}"
 
 
 MOST_EVENTS = 100_000
 UNLISTED = """enrolment and renewals (token, device name, certificate request, public message key, signatures, a random number),
 and the hello of `fedcg doctor` before the first run."""
-SinceOption = Annotated[
-    str | None, typer.Option("--since", metavar="SPAN", help="E.g. 10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
-]
 
 
 @prints

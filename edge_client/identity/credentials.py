@@ -30,7 +30,7 @@ from fedcg.files import checked, fsync_path, is_passing, locked, replace_durably
 from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, WireError
 from fedcg.wire.messages import enrolment_messages
-from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import PRIVATE_PEM, SigningKey, VerifyKey
 from fedcg.wire.tls import SET_CLOCK
 from fedcg.wire.transport.mqtt_config import MqttConfig, connection_name
 from fedcg.worker_process import repeating
@@ -71,9 +71,7 @@ class TlsKey(Value):
 
     def pem(self) -> bytes:
         """The private key in PEM. Write it with mode 0600."""
-        return self.private.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        return self.private.private_bytes(*PRIVATE_PEM)
 
     def request(self, device: str) -> str:
         """A certificate request with CN = `device`, signed by this key, PEM."""

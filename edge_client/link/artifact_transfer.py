@@ -252,40 +252,27 @@ ArtifactCarrier = MqttCarrier | HttpsCarrier
 """How chunks are transferred."""
 
 
+@dataclass(eq=False)
 class ArtifactTransfer:
     """Transfers the artifacts of one device.
 
     Args:
         store: its private store.
-        carrier: transfers chunks.
-        window: bounds the data in transit per download; None: unbounded.
-        max_bytes: size limit of a downloaded artifact.
-        refusals: counts invalid specs.
-        events: the event log.
-
-    Attributes:
         carrier: sends the update's chunks and requests chunks of downloads.
         downloads: the current downloads.
+        refusals: counts invalid specs.
+        events: the event log.
     """
 
-    def __init__(
-        self,
-        store: PrivateStore,
-        carrier: ArtifactCarrier,
-        window: Window | None,
-        max_bytes: int,
-        refusals: Refusals,
-        events: EventLog,
-    ) -> None:
-        self._store = store
-        self.carrier = carrier
-        self.downloads = Downloads(store.partials, window, max_bytes)
-        self._refusals = refusals
-        self._events = events
+    store: PrivateStore
+    carrier: ArtifactCarrier
+    downloads: Downloads
+    refusals: Refusals
+    events: EventLog
 
     def start(self) -> None:
         """Start the carrier, and delete files of expired transfers."""
-        self._store.partials.collect()
+        self.store.partials.collect()
         self.carrier.start()
 
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
@@ -314,16 +301,16 @@ class ArtifactTransfer:
         what, ref = download.wanted.what, download.wanted.ref
         try:
             if what == "spec":
-                self._store.save_spec(download.file.read_bytes())
+                self.store.save_spec(download.file.read_bytes())
             else:
-                self._store.artifacts.adopt(download.file, ref.id)
+                self.store.artifacts.adopt(download.file, ref.id)
         except ValueError as error:  # not a spec: the following check refuses it
-            self._refusals.note("spec", error)
+            self.refusals.note("spec", error)
         except OSError:
             self.downloads.failed(ref.id, now)  # e.g. a full disk: retried later
             raise
         self.downloads.kept(ref.id)
-        self._events.write(
+        self.events.write(
             "artifact_stored",
             artifact=ref.id,
             what=what,

@@ -55,12 +55,12 @@ class HttpsCarrier:
     is_answered_in_session = False  # missing chunks are requested again, with increasing pauses
 
     def __init__(self, url: str, tls: TlsFiles, deliver: Callable[[Chunk], None], events: EventLog) -> None:
-        self._deliver = deliver
         self._events = events
         self._trouble: dict[str, str | None] = {"up": "", "down": ""}
         self._sent: Counter[str] = Counter()
         self._up: Direction[ChunkFile] = Direction("up", Line(url, tls), self._put, self._report)
-        self._down: Direction[ArtifactRef] = Direction("down", Line(url, tls), self._get, self._report)
+        get = partial(Line.get, deliver=deliver)
+        self._down: Direction[ArtifactRef] = Direction("down", Line(url, tls), get, self._report)
 
     def start(self) -> None:
         """Start the transfers."""
@@ -92,9 +92,6 @@ class HttpsCarrier:
 
     def _put(self, line: Line, update: ChunkFile, first: int, count: int) -> None:
         line.put(update, first, count, lambda: self._sent.update((update.ref.id,)))
-
-    def _get(self, line: Line, ref: ArtifactRef, first: int, count: int) -> None:
-        line.get(ref, first, count, self._deliver)
 
     def _report(self, way: str, error: Exception | None) -> None:
         """Write an event when a direction starts to fail, fails with another error, or works (again)."""

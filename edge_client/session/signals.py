@@ -17,6 +17,12 @@ class Command(Value):
     """An output of the state machine that the agent executes."""
 
 
+class _OfAttempt(Value):
+    """Base of signals about one round attempt."""
+
+    round_attempt: schemas.RoundAttempt
+
+
 class Tick(Event):
     """Time has passed."""
 
@@ -60,7 +66,7 @@ class Offered(Event):
     live: bool
 
 
-class Invited(Event):
+class Invited(_OfAttempt, Event):
     """The coordinator invites this device to a round.
 
     Attributes:
@@ -68,7 +74,6 @@ class Invited(Event):
         predicted_s: predicted duration of training, to report; None: unknown or not allowed to leave.
     """
 
-    round_attempt: schemas.RoundAttempt
     cohort: schemas.CohortVerdict = schemas.CohortVerdict.ALONE
     share: float = 1.0
     predicted_s: float | None = None
@@ -100,26 +105,22 @@ class SpecChecked(Event):
     is_sealed: bool = False
 
 
-class Weighed(Event):
+class Weighed(_OfAttempt, Event):
     """The images of a round are fixed and counted, and the vote is given. Sent by the training process."""
 
-    round_attempt: schemas.RoundAttempt
     images: int
     vote: int = 0
 
 
-class SumStepped(Event, Command):
+class SumStepped(_OfAttempt, Event, Command):
     """The coordinator sent a step of a round attempt's sealed sum; as a command, answer it."""
 
-    round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
     exchange: schemas.SumExchange = "parts"
 
 
-class SumReady(Event):
+class SumReady(_OfAttempt, Event):
     """The round attempt can be trained: its masks are agreed, or it has no sum on this device."""
-
-    round_attempt: schemas.RoundAttempt
 
 
 class TrainerReady(Event):
@@ -130,7 +131,7 @@ class TrainerDied(Event):
     """The training process has ended. Its commits were reported before."""
 
 
-class RoundCommitted(Event):
+class RoundCommitted(_OfAttempt, Event):
     """A round is trained and saved. Sent by the training process.
 
     Attributes:
@@ -138,26 +139,23 @@ class RoundCommitted(Event):
         update: the update in the outbox; None until it has been read.
     """
 
-    round_attempt: schemas.RoundAttempt
     spec: str | None = None
     update: schemas.ArtifactRef | None = None
 
 
-class OutboxFound(Event):
+class OutboxFound(_OfAttempt, Event):
     """An update waits in the outbox. `update` is None until it has been read and cut into chunks for the link."""
 
-    round_attempt: schemas.RoundAttempt
     update: schemas.ArtifactRef | None = None
 
 
-class RoundFailed(Event):
+class RoundFailed(_OfAttempt, Event):
     """A round can't be trained here. The previous state is unchanged. Sent by the training process.
 
     Attributes:
         detail: the reason as text, which stays on the device.
     """
 
-    round_attempt: schemas.RoundAttempt
     reason: schemas.DeclineReason
     detail: str = ""
 
@@ -274,26 +272,23 @@ class ReleaseTrainer(Command):
     reason: str
 
 
-class WeighRound(Command):
+class WeighRound(_OfAttempt, Command):
     """Fix the images of this round attempt, count them and vote on the aggregate. Sent to the training process."""
 
-    round_attempt: schemas.RoundAttempt
     spec: str
     aggregate: str
 
 
-class AnnounceSum(Command):
+class AnnounceSum(_OfAttempt, Command):
     """Announce this device's keys for a round attempt's sealed sum, with its image count and vote."""
 
-    round_attempt: schemas.RoundAttempt
     images: int
     vote: int = 0
 
 
-class TrainRound(Command):
+class TrainRound(_OfAttempt, Command):
     """Train this round attempt and commit it. `share`: of the spec's local steps. Sent to the training process."""
 
-    round_attempt: schemas.RoundAttempt
     spec: str
     aggregate: str
     share: float = 1.0
@@ -306,10 +301,9 @@ class ChooseModel(Command):
     aggregate: str
 
 
-class RecordDelivery(Command):
+class RecordDelivery(_OfAttempt, Command):
     """Save durably that an update got its receipt."""
 
-    round_attempt: schemas.RoundAttempt
     artifact: str
     outcome: schemas.Outcome
     reason: str

@@ -124,6 +124,5 @@ class SessionState(Value):
             "sender": self.device,
             "recipient": schemas.COORDINATOR,
             "epoch": self.epoch,
-            "round": round_attempt.round,
-            "attempt": round_attempt.attempt,
+            **vars(round_attempt),
         }

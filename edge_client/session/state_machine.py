@@ -264,10 +264,6 @@ def _session_lost(state: SessionState, event: signals.SessionLost, now: float) -
     return replace(state, welcomed=False, hello_at=hello_at) if state.welcomed else state, ()
 
 
-def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:
-    return state, (event,)
-
-
 def _trainer_ready(state: SessionState, event: signals.TrainerReady, now: float) -> Step:
     return replace(state, trainer=TrainerState.IDLE) if state.trainer is TrainerState.STARTING else state, ()
 
@@ -282,25 +278,21 @@ def _trainer_died(state: SessionState, event: signals.TrainerDied, now: float) -
     state = replace(state, deaths=0)
     if isinstance(job, str):
         return replace(state, finalised=job, succeeded=False), ()
-    promised = job or _promised(state)  # it may have died before it took the job
-    return (state, ()) if promised is None else decline(state, promised, schemas.DeclineReason.TRAINING_FAILED)
+    return _give_up(state, job, schemas.DeclineReason.TRAINING_FAILED)
 
 
-def _promised(state: SessionState) -> schemas.RoundAttempt | None:
-    """The open round attempt that this device has accepted but not yet trained."""
+def _give_up(state: SessionState, job: schemas.RoundAttempt | None, reason: schemas.DeclineReason) -> Step:
+    """Decline the attempt in training; without one, the open attempt that this device has accepted but not yet trained."""
     offered = state.offered
-    return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
+    if job is None and offered is not None and offered == state.accepted and is_asked(state, offered):
+        job = offered
+    return (state, ()) if job is None else decline(state, job, reason)
 
 
 def _consent_changed(state: SessionState, event: signals.ConsentChanged, now: float) -> Step:
     delivery = None if event.is_withheld else state.delivery
     declined = None if state.declined is not None and state.declined[1].needs_owner else state.declined
     return replace(state, verdict=None, delivery=delivery, declined=declined), ()
-
-
-def _stopping(state: SessionState, event: signals.Stopping, now: float) -> Step:
-    promised = _promised(state)
-    return (state, ()) if promised is None else decline(state, promised, schemas.DeclineReason.INTERRUPTED)
 
 
 def _round_committed(state: SessionState, event: signals.RoundCommitted, now: float) -> Step:
@@ -352,14 +344,14 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     signals.CoordinatorSeen: _coordinator_seen,
     signals.Welcomed: _welcomed,
     signals.ConsentChanged: _consent_changed,
-    signals.Stopping: _stopping,
+    signals.Stopping: lambda state, _event, _now: _give_up(state, None, schemas.DeclineReason.INTERRUPTED),
     signals.Offered: _offered,
     schemas.Finished: _ended,
     signals.Invited: _invited,
     schemas.Need: _granted,
     schemas.Receipt: _receipted,
     signals.SessionLost: _session_lost,
-    signals.SumStepped: _sum_stepped,
+    signals.SumStepped: lambda state, event, _now: (state, (event,)),
     signals.TrainerReady: _trainer_ready,
     signals.TrainerDied: _trainer_died,
     signals.RoundCommitted: _round_committed,

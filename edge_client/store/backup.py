@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import BackupError
@@ -20,12 +20,11 @@ from edge_client.store.generations import CHECKPOINT_FILE
 from edge_client.store.private_store import CONTROL_FOLDER, PrivateStore
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import fsync_path, replace_durably, write_durably
-from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
+from fedcg.sealing import FACTS_FILE, Seal, add_bytes, read_facts, sealed_archive, sealed_entries, without_accounts
 from fedcg.wire.messages.schemas import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
-ENTRY = re.compile(r"agent\.toml|identity/[a-z_]{1,20}|store(/[A-Za-z0-9_][\w.-]{0,120}){1,6}")
-MAX_SMALL_BYTES = 1 << 20
+ENTRY = re.compile(r"agent\.toml|identity/(signing|coordinator|ca|cert|key)|store(/[A-Za-z0-9_][\w.-]{0,120}){1,6}")
 _LEFT_OUT = {"lock", "trainer.lock", f"{CONTROL_FOLDER}/lock", CHECKPOINT_FILE}
 
 
@@ -57,7 +56,7 @@ def write_backup(
     trained = 0 if generation is None else generation.round_attempt.round
     facts = BackupFacts(federation=config.federation, device=config.device, round=trained, made_at=time.time())
     with sealed_archive(target, Seal(MAGIC, passphrase, BackupError)) as archive:
-        add_bytes(archive, "backup.json", facts.model_dump_json().encode())
+        add_bytes(archive, FACTS_FILE, facts.model_dump_json().encode())
         add_bytes(archive, "agent.toml", config_path.read_bytes())
         for name, path in identity.items():
             add_bytes(archive, f"identity/{name}", path.read_bytes())
@@ -88,7 +87,11 @@ def read_backup(
         ConfigError: agent.toml can't be read.
     """
     seal = Seal(MAGIC, passphrase, BackupError)
-    facts, toml = _checked(source, seal)
+    facts = read_facts(source, seal, BackupFacts, lambda name: ENTRY.fullmatch(name) is not None and ".." not in name)
+    entries = (one for one in sealed_entries(source, seal) if one[0].name.startswith(("identity/", "agent.toml")))
+    small = {entry.name.removeprefix("identity/"): seal.small(entry, content) for entry, content in entries}
+    if (toml := small.pop("agent.toml", None)) is None:
+        raise BackupError(f"{source} is not a backup of a device")
     config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = config_path.with_name(f".{config_path.name}.restoring")
     write_durably(draft, config_path.read_bytes() if config_path.exists() else toml)
@@ -99,7 +102,7 @@ def read_backup(
                 f"{config_path} is for device {config.device!r} of {config.federation!r}, but the backup is for {facts.device!r} of "
                 f"{facts.federation!r}; nothing was written"
             )
-        _restore(source, seal, config)
+        _restore(source, seal, config, small)
         if not config_path.exists():
             draft.replace(config_path)
             fsync_path(config_path.parent)
@@ -110,14 +113,14 @@ def read_backup(
     return facts, config
 
 
-def _restore(source: Path, seal: Seal, config: AgentConfig) -> None:
+def _restore(source: Path, seal: Seal, config: AgentConfig, identity: Mapping[str, bytes]) -> None:
     if config.store.exists() and (not config.store.is_dir() or any(config.store.iterdir())):
         raise BackupError(
             f"{config.store} exists and is not overwritten; move it away, or set another `store` in agent.toml",
             exit_code=EXISTS,
         )
     places = identity_files(config)
-    for name, kept in _identity(source, seal):
+    for name, kept in identity.items():
         if places[name].exists() and places[name].read_bytes() != kept:
             raise BackupError(
                 f"{places[name]} exists and differs; move it away. Nothing was overwritten", exit_code=EXISTS
@@ -130,7 +133,7 @@ def _restore(source: Path, seal: Seal, config: AgentConfig) -> None:
             if entry.name.startswith("store/"):
                 _take(staging, entry.name.removeprefix("store/"), content)
         PrivateStore(staging).sum_gate.block()
-        for name, data in _identity(source, seal):
+        for name, data in identity.items():
             places[name].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not places[name].exists():
                 replace_durably(places[name], data)
@@ -146,30 +149,3 @@ def _take(root: Path, name: str, content: IO[bytes]) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         shutil.copyfileobj(content, file)
     fsync_path(path)
-
-
-def _identity(source: Path, seal: Seal) -> Iterator[tuple[str, bytes]]:
-    for entry, content in sealed_entries(source, seal):
-        if entry.name.startswith("identity/"):
-            yield entry.name.removeprefix("identity/"), read_small(content, entry.name, MAX_SMALL_BYTES, BackupError)
-
-
-def _checked(source: Path, seal: Seal) -> tuple[BackupFacts, bytes]:
-    """Read the whole file and check each name in it. Returns the facts and agent.toml."""
-    facts, toml = None, None
-    known = {"signing", "coordinator", "ca", "cert", "key"}
-    for number, (entry, content) in enumerate(sealed_entries(source, seal)):
-        if number == 0 and entry.name == "backup.json":
-            try:
-                facts = BackupFacts.model_validate_json(read_small(content, entry.name, MAX_SMALL_BYTES, BackupError))
-            except ValidationError as error:
-                raise BackupError(f"{source} is a backup from another version of this program") from error
-        elif ENTRY.fullmatch(entry.name) is None or ".." in entry.name:
-            raise BackupError(f"{source} contains {entry.name!r}, which is not a backup file")
-        elif entry.name == "agent.toml":
-            toml = read_small(content, entry.name, MAX_SMALL_BYTES, BackupError)
-        elif entry.name.startswith("identity/") and entry.name.removeprefix("identity/") not in known:
-            raise BackupError(f"{source} contains {entry.name!r}, which is not a backup file")
-    if facts is None or toml is None:
-        raise BackupError(f"{source} is not a backup of a device")
-    return facts, toml

@@ -106,13 +106,14 @@ def _read(path: Path) -> dict[str, Any]:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace the content of a small JSON file, with a checksum. Safe for several processes at once."""
     if path.name not in _COUNTED:
-        _write(path, values)
+        replace_durably(path, checked_text(values))
         return
     with writing_alone(path.parent):
         kept = _read(path.with_name(COUNTER))
         number = _count(kept, _NUMBER) + 1
-        _write(path, {**values, _NUMBER: number})  # written first: after a crash in between, the counter is one behind
-        _write(path.with_name(COUNTER), {**kept, _NUMBER: number, path.name: number})
+        # written first: after a crash in between, the counter is one behind
+        replace_durably(path, checked_text({**values, _NUMBER: number}))
+        replace_durably(path.with_name(COUNTER), checked_text({**kept, _NUMBER: number, path.name: number}))
 
 
 @contextlib.contextmanager
@@ -124,10 +125,6 @@ def writing_alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    replace_durably(path, checked_text(values))
 
 
 def checked_text(values: Mapping[str, Any]) -> str:

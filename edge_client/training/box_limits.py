@@ -110,17 +110,16 @@ class Pauses:
         began = self.clock()
         if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
             return
-        where = {"round": self.at.round, "attempt": self.at.attempt}
         shown: DeclineReason | None = None
         while reason is not None:
             if reason.obstacle is not shown:
                 shown = reason.obstacle
-                self.events.write("paused", **where, reason=shown.value, detail=reason.detail)
+                self.events.write("paused", **vars(self.at), reason=shown.value, detail=reason.detail)
             self.sleep(LOOK_EVERY_S / 4)
             self.working()
             is_short = shown is DeclineReason.THROTTLED and self.clock() - began < LEAST_PAUSE_S
             reason = reason if is_short else self._look(shown)
-        self.events.write("resumed", **where, seconds=round(self.clock() - began, 1))
+        self.events.write("resumed", **vars(self.at), seconds=round(self.clock() - began, 1))
 
     def _look(self, before: DeclineReason | None) -> Reason | None:
         self._looked_at = self.clock()

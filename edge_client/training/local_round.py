@@ -42,8 +42,8 @@ from fedcg.learning.method import (
     DivergedError,
     LocalResult,
     Method,
+    Parts,
     RoundContext,
-    Weights,
     check_finite,
 )
 from fedcg.learning.networks.assembly import personal_parts
@@ -143,7 +143,7 @@ class _Start(Value):
 
     personal: ClientState
     shadow: ClientState | None
-    best: Mapping[str, Mapping[Part, Weights]]
+    best: Mapping[str, Parts]
     scores: Mapping[str, float]
 
 
@@ -209,7 +209,7 @@ def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
     """
     spec, method = load_spec(work, command.spec)
     attempt = command.round_attempt
-    progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
+    progress = ProgressEvents(work, attempt)
     progress("load", 0, 1)
     data = work.data.for_round(spec, attempt.round, progress)
     stored = work.store.generations.load()
@@ -249,7 +249,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         )
         raise RoundError(DeclineReason.NO_SUM, problem)
     started, attempt = work.clock(), command.round_attempt
-    progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
+    progress = ProgressEvents(work, attempt)
     progress("load", 0, 1)
     data = work.data.for_round(spec, attempt.round, progress)
     base = decode_aggregate(work.store, spec, method, command.aggregate)
@@ -270,12 +270,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     result = protected_round(method, start.personal, seen.train, aggregate, ctx)
     check_finite(result.private.parts, "after the round")
     shadow = _train_shadow(work, start, seen, ctx, progress)
-    kept = _commit(
-        work,
-        command,
-        spec,
-        _Outcome(data, seen, common, base, aggregate, result, shadow, start, ctx, started, spent, masks),
-    )
+    done = _Outcome(data, seen, common, base, aggregate, result, shadow, start, ctx, started, spent, masks)
+    kept = _commit(work, command, spec, done)
     work.store.checkpoint.delete()
     return kept
 
@@ -296,7 +292,7 @@ def _checkpoint(
     )
     mark = hashlib.sha256(repr(depends_on).encode()).digest()
     kept, problem = work.store.checkpoint.load(mark)
-    about: dict[str, str | int] = {"what": "checkpoint", "round": at.round, "attempt": at.attempt}
+    about: dict[str, str | int] = {"what": "checkpoint", **vars(at)}
     if problem:
         work.events.write("refused", **about, detail=f"{problem}; the round starts from the beginning")
 
@@ -341,7 +337,7 @@ def _start(work: Workplace, spec: FederationSpec, method: Method, stored: Stored
         shadow = get_method("local").init_client(shadow_spec(spec), initial) if has_shadow else None
     if stored is None:
         return _Start(method.init_client(spec, initial), shadow, {}, {})
-    best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
+    best: dict[str, Parts] = {name: slots[name] for name in BEST_SLOTS if name in slots}
     personal = ClientState(slots["personal"], to_weights(stored.extras))
     return _Start(personal, shadow, best, stored.generation.scores)
 
@@ -370,7 +366,7 @@ def _exact(
             "images added or removed since this device's first sum are not used, because the difference of two sums would reveal them. If its owner "
             "agrees to that: `fedcg cohort card --alone`, then the new roster on every device"
         )
-        work.events.write("method_warning", round=at.round, attempt=at.attempt, detail=detail)
+        work.events.write("method_warning", **vars(at), detail=detail)
     return start
 
 
@@ -403,7 +399,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     figures = generator_figures(spec, personal, done.seen.train, done.ctx.streams)
     report = _report(work, spec, done, own, shadow)
     update = _update(work, spec, done, report, Base(command.aggregate, done.base.parts))
-    slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
+    slots: dict[str, Parts] = {**done.start.best, "personal": personal}
     dropped = {COVERED} if done.shadow is not None else {COVERED, SHADOWED}
     scores = {name: value for name, value in done.start.scores.items() if name not in dropped}
     scores |= {} if done.spent is None else {COVERED: 1.0}
@@ -429,8 +425,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     generation = work.store.generations.commit(new)
     work.events.write(
         "committed",
-        round=attempt.round,
-        attempt=attempt.attempt,
+        **vars(attempt),
         pid=os.getpid(),
         **{f"{name}_images": count for name, count in done.data.snapshot.counts().items()},
         accuracy_personal=own.test,

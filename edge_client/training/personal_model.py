@@ -9,7 +9,7 @@ images are only measured for the record.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from export.model.versions import ModelVersions
 from fedcg.event_log import EventValue
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
-from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights
+from fedcg.learning.method import ClientState, DivergedError, Method, Parts, Progress, Weights
 from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.plans import shadow_spec
 from fedcg.learning.privacy import OFF
@@ -65,7 +65,7 @@ def export_model(
     work: Workplace,
     spec: FederationSpec,
     round_number: int,
-    parts: Mapping[Part, Weights],
+    parts: Parts,
     measured: Measured,
     snapshot: Snapshot,
     *,
@@ -91,6 +91,8 @@ def export_model(
     files, labels = work.data.samples(spec, snapshot, "test")
     layer = work.data.input_layer(spec)
     slots = ModelVersions(work.store.root / "models")
+    # Removing a device's data makes the model of an exact method worse.
+    gate = None if spec.is_exact else work.config.export.gate_points / 100
     refused = None
     try:
         package_personal(
@@ -102,9 +104,7 @@ def export_model(
             metrics={f"accuracy_{name}": value for name, value in measured.as_scores("personal").items()},
             round_number=round_number,
             variants=_held_out(work, spec, snapshot) if last and work.config.export.variants else None,
-            gate=None
-            if spec.is_exact
-            else work.config.export.gate_points / 100,  # removing a device's data makes the model worse
+            gate=gate,
             key=work.config.keys.signing,
             before=None if layer is None else layer.layer(spec.image),
         )
@@ -152,7 +152,7 @@ class Candidate(Value):
     """
 
     name: str
-    parts: Mapping[Part, Weights]
+    parts: Parts
     measured: Measured
     loss: float | None
 
@@ -220,7 +220,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
 
 def _models(
     work: Workplace, command: ChooseModel, stored: StoredState, spec: FederationSpec, method: Method, data: RoundData
-) -> Iterator[tuple[str, Mapping[Part, Weights]]]:
+) -> Iterator[tuple[str, Parts]]:
     """The candidates' names and weights."""
     yield "own", to_weights(stored.slots["best"])
     if averaged := averaged_parts(to_weights(stored.extras)):
@@ -253,13 +253,11 @@ def _sign_of_life(work: Workplace) -> Progress:
     return lambda _phase, _step, _steps: work.working()
 
 
-def _mean(one: Mapping[Part, Weights], other: Mapping[Part, Weights]) -> dict[Part, Weights]:
+def _mean(one: Parts, other: Parts) -> dict[Part, Weights]:
     return {part: weighted_average([(1, one[part]), (1, other[part])]) for part in one}
 
 
-def _one_pass(
-    work: Workplace, spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData
-) -> Mapping[Part, Weights]:
+def _one_pass(work: Workplace, spec: FederationSpec, parts: Parts, data: RoundData) -> Parts:
     alone = shadow_spec(spec)
     alone = alone.model_copy(update={"params": {**alone.params, "epochs": 1, "steps": 0}})
     # Nothing of this pass is sent, so no privacy mechanism is needed.

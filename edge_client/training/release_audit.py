@@ -5,7 +5,7 @@ The report of the last audit is in the folder `audit` of the private store. It s
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from audit.attacks.attack import Attack, Effort, carried_out, chosen_attacks
@@ -20,7 +20,7 @@ from edge_client.training.local_data import RoundData
 from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, Weights
+from fedcg.learning.method import Aggregate, Parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -29,9 +29,7 @@ from fedcg.learning.tensor_conversion import to_weights
 from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.messages.schemas import DeclineReason
-from fedcg.wire.parts import AuditFigure, Part, Report
-
-Parts = Mapping[Part, Weights]
+from fedcg.wire.parts import AuditFigure, Report
 
 
 class Release(Value):

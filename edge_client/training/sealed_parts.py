@@ -12,7 +12,7 @@ from edge_client.store.sum_keeper import Numbered
 from edge_client.training.workplace import Workplace
 from fedcg.event_log import EventLog
 from fedcg.learning.aggregation.sealed_means import range_of
-from fedcg.learning.method import Aggregate, RoundContext, Weights
+from fedcg.learning.method import Aggregate, Parts, RoundContext
 from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams
@@ -70,7 +70,7 @@ def _opened_by(
     return _opened_by(others, sealed, groups, spec)
 
 
-def believed(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext, events: EventLog) -> Aggregate:
+def believed(own: Parts, aggregate: Aggregate, ctx: RoundContext, events: EventLog) -> Aggregate:
     """The aggregate, without its sealed means if they are useless on this device's validation images but its own model is not.
 
     Sealed numbers can't be inspected, so a device of the cohort could make a mean useless. This check limits the damage to a lost round.
@@ -83,7 +83,7 @@ def believed(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContex
     shares = counts[counts > 0] / counts.sum()
     guess = -float((shares * shares.log()).sum())
 
-    def loss(parts: Mapping[Part, Weights]) -> float:
+    def loss(parts: Parts) -> float:
         return loss_to_choose_by(ctx.spec, parts, validation, ctx.device)
 
     downloaded = {part: aggregate.parts.get(part, mine[part]) for part in mine}

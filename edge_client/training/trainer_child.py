@@ -175,11 +175,10 @@ class Trainer:
             return signals.Chosen(command.aggregate, succeeded=False)
 
     def _turn(self, attempt: RoundAttempt) -> AbstractContextManager[None]:
-        where = {"round": attempt.round, "attempt": attempt.attempt, "pid": os.getpid()}
         lock, working = self._work.config.training_lock, self._working
 
         def waits() -> None:
-            self._events.write("phase_started", phase="wait", **where)
+            self._events.write("phase_started", phase="wait", **vars(attempt), pid=os.getpid())
 
         return turn(lock, waits, working)
 
@@ -249,8 +248,7 @@ class Trainer:
 
     def _give_up(self, command: signals.TrainRound, error: Exception) -> None:
         """End the process, because all further GPU calls in it would fail. The agent starts a new one."""
-        at = command.round_attempt
-        self._events.write("gpu_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
+        self._events.write("gpu_failed", **vars(command.round_attempt), pid=os.getpid(), detail=str(error))
         os._exit(BROKEN_EXIT)
 
     def _choose(self, command: signals.ChooseModel) -> signals.WorkReport:
@@ -316,8 +314,7 @@ def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: s
         "kind": "round",
         "t": round(time.time(), 3),
         "federation": work.config.federation,
-        "round": at.round,
-        "attempt": at.attempt,
+        **vars(at),
         "seconds": cost.seconds,
         "share": share,
         "device": work.place,
@@ -329,4 +326,4 @@ def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: s
     try:
         append_line(work.store.root / LEDGER_FILE, line)
     except OSError as error:
-        work.events.write("refused", what="ledger", round=at.round, attempt=at.attempt, detail=str(error))
+        work.events.write("refused", what="ledger", **vars(at), detail=str(error))

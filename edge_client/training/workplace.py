@@ -5,6 +5,7 @@ Uses torch. Progress events: the start of each phase, its first step, then at mo
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -15,7 +16,7 @@ from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.own_program import OwnProgram
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Callbacks, Cohort, Evaluation, Machine, Progress, RoundContext, Weights
+from fedcg.learning.method import Callbacks, Cohort, Evaluation, Machine, Parts, Progress, RoundContext
 from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.own_backbone import KeptFeatures
 from fedcg.learning.seeds import Streams
@@ -23,7 +24,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.values import Value
 from fedcg.wire.messages.schemas import RoundAttempt
-from fedcg.wire.parts import Part, RoundCost
+from fedcg.wire.parts import RoundCost
 
 EVERY_S = 0.2
 
@@ -32,39 +33,27 @@ class ProgressEvents:
     """A progress callback for one round attempt.
 
     Args:
-        events: the event log.
+        work: has the event log; its `working` is called at every step, for the supervision of the process.
         attempt: the round attempt.
-        pid: of the training process.
-        clock: monotonic seconds.
-        working: called at every step, for the supervision of the process.
     """
 
-    def __init__(
-        self,
-        events: EventLog,
-        attempt: RoundAttempt,
-        pid: int,
-        clock: Callable[[], float],
-        working: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._events = events
-        self._about = {"round": attempt.round, "attempt": attempt.attempt, "pid": pid}
-        self._clock = clock
-        self._working = working
+    def __init__(self, work: Workplace, attempt: RoundAttempt) -> None:
+        self._work = work
+        self._about = {**vars(attempt), "pid": os.getpid()}
         self._phase = ""
         self._written_at = 0.0
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
         """Record a finished step."""
-        self._working()
-        now = self._clock()
+        self._work.working()
+        now = self._work.clock()
         is_new = phase != self._phase
         if is_new:
             self._phase = phase
-            self._events.write("phase_started", phase=phase, **self._about)
+            self._work.events.write("phase_started", phase=phase, **self._about)
         if step > 0 and (is_new or step == steps or now - self._written_at >= EVERY_S):
             self._written_at = now
-            self._events.write("progress", phase=phase, step=step, steps=steps, **self._about)
+            self._work.events.write("progress", phase=phase, step=step, steps=steps, **self._about)
 
     def named(self, prefix: str) -> Callable[[str, int, int], None]:
         """The same callback for additional work, e.g. `shadow-classify`."""
@@ -162,9 +151,7 @@ class Measured(Value):
         return Measured(val, val_loss, test, common)
 
 
-def measure(
-    spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
-) -> Measured:
+def measure(spec: FederationSpec, parts: Parts, data: RoundData, common: ImageSet | None, place: str) -> Measured:
     """Evaluate a personal model on validation, test and common images."""
     found = [
         evaluate(spec, parts, images, place) if images is not None and len(images) else None
@@ -180,9 +167,7 @@ def measure(
     )
 
 
-def with_downloaded(
-    spec: FederationSpec, parts: Mapping[Part, Weights], aggregate: Mapping[Part, Weights]
-) -> Mapping[Part, Weights] | None:
+def with_downloaded(spec: FederationSpec, parts: Parts, aggregate: Parts) -> Parts | None:
     """A personal model with the downloaded parts; None if the aggregate has none of its parts."""
     own = personal_parts(spec, parts)
     return {part: aggregate.get(part, own[part]) for part in own} if own.keys() & aggregate.keys() else None

@@ -281,11 +281,8 @@ def _traced(halves: Halves, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.T
             f"the extractor can't run on {list(inputs.shape)}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(features, torch.Tensor) or features.dtype != torch.float32 or features.ndim < 2:
-        found = (
-            f"{features.dtype} {list(features.shape)}"
-            if isinstance(features, torch.Tensor)
-            else type(features).__name__
-        )
+        is_tensor = isinstance(features, torch.Tensor)
+        found = f"{features.dtype} {list(features.shape)}" if is_tensor else type(features).__name__
         raise NetworkError(f"the extractor returns {found}, not a float32 tensor [B, ...] of features")
     try:
         return features, classifier(features)

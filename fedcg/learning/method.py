@@ -13,7 +13,7 @@ The caller (trainer, aggregation worker, simulation) never branches on a method'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 else:
     Weights = Mapping[str, Any]
 
+Parts = Mapping[Part, Weights]
+"""Weights by part."""
 Progress = Callable[[str, int, int], None]
 Combination = Literal["mean", "median", "trimmed"]
 """How client values are combined: the mean weighted by examples, or a statistic that is robust to a minority."""
@@ -46,7 +48,7 @@ class DivergedError(Exception):
     """A local round or a distillation produced NaN or an exploding loss. The previous state is kept."""
 
 
-def check_finite(parts: Mapping[Part, Weights], what: str) -> None:
+def check_finite(parts: Parts, what: str) -> None:
     """Check weights for which no loss was computed, such as those after the last step.
 
     Raises:
@@ -206,8 +208,7 @@ class RoundContext(Value):
         return self.machine.device
 
 
-@dataclass(frozen=True)
-class ClientState:
+class ClientState(Value):
     """Everything that a client keeps between rounds.
 
     Attributes:
@@ -216,12 +217,11 @@ class ClientState:
             device.
     """
 
-    parts: Mapping[Part, Weights]
+    parts: Parts
     extras: Mapping[str, Weights] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Aggregate:
+class Aggregate(Value):
     """What clients download: shared parts and, for some methods, the published label distribution p(y) (length C).
 
     Attributes:
@@ -229,16 +229,15 @@ class Aggregate:
             those whose last sum could not be opened.
     """
 
-    parts: Mapping[Part, Weights]
+    parts: Parts
     label_distribution: tuple[float, ...] | None = None
     sums: tuple[object, ...] = ()
 
 
-@dataclass(frozen=True)
-class SharedResult:
+class SharedResult(Value):
     """The half of a local round that may leave the device. A separate type prevents mix-ups."""
 
-    parts: Mapping[Part, Weights]
+    parts: Parts
 
 
 class LocalResult(Value):
@@ -253,7 +252,7 @@ class Update(Value):
     """One client's decoded and validated update, as passed to an aggregator."""
 
     client: str
-    parts: Mapping[Part, Weights]
+    parts: Parts
     examples: int
     label_counts: tuple[int, ...] | None = None
 
@@ -268,8 +267,7 @@ class Evaluation(Value):
     images_per_class: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ServerState:
+class ServerState(Value):
     """What the server half keeps between rounds: the current aggregate and named extra tensors, stored with the round."""
 
     aggregate: Aggregate
@@ -397,8 +395,8 @@ class Personal(Value):
     """
 
     parts: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
-    predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None
-    align: Callable[[Mapping[Part, Weights], Aggregate, ImageSet, RoundContext], Mapping[Part, Weights]] | None = None
+    predict: Callable[[NetworkSpec, Parts], nn.Module] | None = None
+    align: Callable[[Parts, Aggregate, ImageSet, RoundContext], Parts] | None = None
 
 
 class Method(Value):
@@ -423,8 +421,8 @@ class Method(Value):
     payload: Payload
     local_round: Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
-    client_start: Callable[[FederationSpec, Mapping[Part, Weights]], ClientState] | None = None
-    server_start: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState] | None = None
+    client_start: Callable[[FederationSpec, Parts], ClientState] | None = None
+    server_start: Callable[[FederationSpec, Parts], ServerState] | None = None
     needs: Needs = Needs()
     personal: Personal = Personal()
     private_stages: int = 0
@@ -446,13 +444,13 @@ class Method(Value):
                 "name the parts of the model in personal.parts"
             )
 
-    def init_client(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    def init_client(self, spec: FederationSpec, initial: Parts) -> ClientState:
         """The state of a new client."""
         if self.client_start is not None:
             return self.client_start(spec, initial)
         return ClientState({part: initial[part] for part in sorted(self.payload.parts)})
 
-    def init_server(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    def init_server(self, spec: FederationSpec, initial: Parts) -> ServerState:
         """The server's state before the first round. All clients start from the same aggregate, except for sealed parts."""
         if self.server_start is not None:
             return self.server_start(spec, initial)

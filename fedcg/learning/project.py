@@ -75,11 +75,8 @@ def project_plan(folder: Path) -> dict[str, Any]:
     usual = "fedcg" if client.trainer is None else "fedsplit" if client.trainer.private else "fedavg"
     method = get_method(str(kept.get("method", usual)))
     first: dict[str, Any] = {"federation": federation, "method": method.name, "rounds": _ROUNDS}
-    first |= (
-        {}
-        if kept
-        else {"params": {"epochs": 5, "lr": 1e-3} | ({"server_iterations": 200} if method.name == "fedcg" else {})}
-    )
+    if not kept:
+        first["params"] = {"epochs": 5, "lr": 1e-3} | ({"server_iterations": 200} if method.name == "fedcg" else {})
     if method.payload.up & network.starts_on_devices:  # the first differences are to zeros, so they are whole weights
         first["codec"] = "f16-delta"
     form = client.form(data.train.images).model_dump(mode="json", exclude_defaults=True)

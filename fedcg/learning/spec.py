@@ -12,16 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    WrapValidator,
-    field_validator,
-)
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, ValidationInfo, WrapValidator, field_validator
 
 from fedcg.config_file import Settings
 from fedcg.input_form import ImageForm as ImageForm
@@ -91,8 +82,8 @@ def check_crop(pixels: int, side: int) -> int:
     return pixels
 
 
-class _Frozen(Settings):
-    model_config = ConfigDict(allow_inf_nan=False)  # the spec is JSON, which has neither
+class _Frozen(Settings, allow_inf_nan=False):
+    """Base of what is in a spec: JSON, which has neither infinity nor NaN."""
 
 
 _Count = Annotated[int, Field(ge=-64, le=1 << 20)]
@@ -156,6 +147,9 @@ class Features(_Frozen):
     ] = "real"
 
 
+_Layouts = Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)]
+
+
 class NetworkChoice(_Frozen):
     """Which split, generator and discriminator, by name.
 
@@ -187,28 +181,24 @@ class NetworkChoice(_Frozen):
 
     # Other specs leave these out of their bytes, so their digests do not depend on them.
     features: Annotated[
-        Features | None,
-        Field(description=f"split {PROGRAM}: output of the extractor", exclude_if=lambda one: one is None),
+        Features | None, Field(description=f"split {PROGRAM}: output of the extractor", exclude_if=parts.is_absent)
     ] = None
     classifier: Annotated[
         Annotated[tuple[Layer, ...], Field(min_length=1, max_length=64)] | None,
         Field(
             description=f"split {PROGRAM}: layers of the classifier; none: defined only by the program",
-            exclude_if=lambda layers: layers is None,
+            exclude_if=parts.is_absent,
         ),
     ] = None
     extractor: Annotated[
-        Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
-        Field(
-            description=f"splits {PROGRAM} and {TRAINER}: tensors of the private part",
-            exclude_if=lambda layouts: layouts is None,
-        ),
+        _Layouts | None,
+        Field(description=f"splits {PROGRAM} and {TRAINER}: tensors of the private part", exclude_if=parts.is_absent),
     ] = None
     head: Annotated[
-        Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
+        _Layouts | None,
         Field(
             description=f"split {TRAINER}, or {PROGRAM} without `classifier`: tensors of the other part, also defined by the program",
-            exclude_if=lambda layouts: layouts is None,
+            exclude_if=parts.is_absent,
         ),
     ] = None
     _program: object = PrivateAttr(None)

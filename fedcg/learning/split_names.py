@@ -20,7 +20,6 @@ listed in the environment variable FEDCG_WEIGHTS. Child processes inherit it.
 """
 
 import functools
-import hashlib
 import importlib.util
 import math
 import os
@@ -29,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedcg.errors import NOT_FOUND
+from fedcg.files import file_sha256
 from fedcg.learning import registry
 from fedcg.learning.errors import NetworkError
 from fedcg.values import Value
@@ -241,11 +241,7 @@ def _digest_of(path: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _digest(path: Path, size: int, changed_ns: int) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    return file_sha256(path)
 
 
 def weights_digest(path: Path) -> str:

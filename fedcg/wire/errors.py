@@ -210,11 +210,6 @@ class Refusals:
             count = self._counts[device, reason]
         is_reported = count <= ALWAYS_REPORTED or count & (count - 1) == 0
         if is_reported:
-            self._events.write(
-                "refused",
-                what=log_text(what, _MAX_DETAIL),
-                reason=reason,
-                detail=log_text(str(error), _MAX_DETAIL),
-                count=count,
-            )
+            what, detail = (log_text(text, _MAX_DETAIL) for text in (what, str(error)))
+            self._events.write("refused", what=what, reason=reason, detail=detail, count=count)
         return is_reported

@@ -55,6 +55,14 @@ ENCRYPT_DISK = "encrypt it: LUKS with the TPM, on a Jetson its own disk encrypti
 FS_IOC_GETFLAGS = 0x80006601 | struct.calcsize("l") << 16
 FS_ENCRYPT_FL = 0x800
 ENROL_AGAIN = "enrol the device again, or copy its bundle again"
+FOLLOW = "follow the advice in this message"
+_REMEDIES = {
+    **dict.fromkeys(("keys", "certificate", "authority"), ENROL_AGAIN),
+    "store": "the agent can't start until this is repaired",
+    "policy": "restore the file from a backup, or delete it and approve again",
+    "cohort secret": "delete the file and run `fedcg cohort join`",
+}
+"""What to do if a check raises an EdgeError, by its name; FOLLOW for the others."""
 
 
 def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
@@ -83,13 +91,15 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "privacy": _privacy,
     }
     chosen = checks if only is None else {name: checks[name] for name in only}
-    return tuple(finding_of(name, _result(check, config, now)) for name, check in chosen.items())
+    return tuple(finding_of(name, _result(name, check, config, now)) for name, check in chosen.items())
 
 
-def _result(check: Callable[[AgentConfig, datetime], Result], config: AgentConfig, now: datetime) -> Result:
-    """The result of a check. A check that raises an OSError becomes a failed finding."""
+def _result(name: str, check: Callable[[AgentConfig, datetime], Result], config: AgentConfig, now: datetime) -> Result:
+    """The result of a check. A check that raises an EdgeError or OSError becomes a failed finding."""
     try:
         return check(config, now)
+    except EdgeError as error:
+        return "failed", str(error), _REMEDIES.get(name, FOLLOW)
     except OSError as error:
         return "failed", f"{error.filename or config.store}: {error.strerror or error}", advice_for(error, config.store)
 
@@ -120,10 +130,8 @@ def _clock(config: AgentConfig, now: datetime) -> Result:
 def _clocks(config: AgentConfig, now: datetime, ahead_s: float | None) -> Result:
     """Compare this device's clock with its certificate's dates and the coordinator's clock, from its welcome or its enrolment listener."""
     state, detail, advice = _clock(config, now)
-    url, problem = (
-        config.enrolment.url,
-        "no welcome was received over the broker, and agent.toml has no url under [enrolment]",
-    )
+    url = config.enrolment.url
+    problem = "no welcome was received over the broker, and agent.toml has no url under [enrolment]"
     if ahead_s is None and url is not None and config.tls is not None:
         try:
             _, ahead_s = fetch_authority(url, certificate_key_digest(read_certificate(config.tls.ca)))
@@ -190,10 +198,7 @@ def _has_fscrypt(folder: Path) -> bool:
 
 
 def _keys(config: AgentConfig, now: datetime) -> Result:
-    try:
-        load_keys(config)
-    except EdgeError as error:
-        return "failed", str(error), ENROL_AGAIN
+    load_keys(config)
     secrets = [config.keys.signing] + ([config.tls.key] if config.tls is not None else [])
     for path in secrets:
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -204,10 +209,7 @@ def _keys(config: AgentConfig, now: datetime) -> Result:
 def _certificate(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
         return "warning", "no TLS", "use only for tests on one machine"
-    try:
-        certificate = read_certificate(config.tls.cert)
-    except EnrolError as error:
-        return "failed", str(error), ENROL_AGAIN
+    certificate = read_certificate(config.tls.cert)
     name = common_name(certificate)
     if name != config.device:
         detail = f"it is for {name or 'no device'}, not for {config.device}"
@@ -244,10 +246,7 @@ def _broker(config: AgentConfig, now: datetime) -> Result:
 def _authority(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
         return "ok", "no TLS", ""
-    try:
-        name = common_name(read_certificate(config.tls.ca))
-    except EnrolError as error:
-        return "failed", str(error), ENROL_AGAIN
+    name = common_name(read_certificate(config.tls.ca))
     if name == AUTHORITY_NAME:
         return "ok", f"{name}: the broker must present a certificate issued for a broker", ""
     detail = f"{name!r} is not a coordinator's authority: any holder of its certificate for {config.broker.host} can act as the broker"
@@ -311,14 +310,11 @@ def _carrier(config: AgentConfig, now: datetime) -> Result:
 
 def _store(config: AgentConfig, now: datetime) -> Result:
     """Check that every file of the private store passes its checksum."""
-    try:
-        store = open_store(config)
-        if not store.is_made:
-            return "ok", "none yet", ""
-        store.take_over()
-        problems = (*store.generations.current()[1], *store.damage())
-    except EdgeError as error:
-        return "failed", str(error), "the agent can't start until this is repaired"
+    store = open_store(config)
+    if not store.is_made:
+        return "ok", "none yet", ""
+    store.take_over()
+    problems = (*store.generations.current()[1], *store.damage())
     if problems:
         return ("warning", "; ".join(problems), "the agent uses the intact files and restores the others")
     return "ok", "all files pass their checks", ""
@@ -340,38 +336,25 @@ def _defence(config: AgentConfig, now: datetime) -> Result:
 def _policy(config: AgentConfig, now: datetime) -> Result:
     if (spec := spec_of(config)) is None:
         return "ok", "not checked: no federation spec yet", ""
-    try:
-        refused = check_spec(spec, Consent(open_store(config).root).policy_for(config.policy, spec))
-    except EdgeError as error:
-        return "failed", str(error), "restore the file from a backup, or delete it and approve again"
+    refused = check_spec(spec, Consent(open_store(config).root).policy_for(config.policy, spec))
     if refused is None:
         return "ok", f"it allows what {spec.federation} asks for", ""
-    return (
-        "warning",
-        f"rounds of {spec.federation} are declined: {refused[1]}",
-        "review and approve it with `fedcg agent approve`",
-    )
+    detail = f"rounds of {spec.federation} are declined: {refused[1]}"
+    return "warning", detail, "review and approve it with `fedcg agent approve`"
 
 
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
-    path = config.store / "secrets" / "cohort.key"
-    if not path.exists():
+    if not (config.store / "secrets" / "cohort.key").exists():
         detail = "none: private networks start from the public spec seed, so a coordinator can compute initial weights"
         advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others; after the first round they print the steps"
         return "warning", detail, advice
-    try:
-        open_store(config).cohort_secret()
-    except EdgeError as error:
-        return "failed", str(error), f"delete {path} and run `fedcg cohort join`"
+    open_store(config).cohort_secret()
     return "ok", "present", ""
 
 
 def _sums(config: AgentConfig, now: datetime) -> Result:
     store = PrivateStore(config.store)
-    try:
-        has_roster, first = store.is_made and bool(store.roster().keys), store.sum_gate.first_round
-    except EdgeError as error:
-        return "failed", str(error), "follow the advice in this message"
+    has_roster, first = store.is_made and bool(store.roster().keys), store.sum_gate.first_round
     if not has_roster and (spec := spec_of(config)) is not None and spec.sealed:
         text = f"{spec.federation} uses sealed sums, and this device has no roster of the cohort, so it declines every round"
         advice = "add the output of `fedcg cohort card` to the roster, then `fedcg cohort roster FILE` on every device"

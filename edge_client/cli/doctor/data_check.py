@@ -106,11 +106,10 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
         return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
     if unknown:
         detail = f"{detail}; the federation has no class {unknown!r}. Its classes are {', '.join(classes)}"
-        return (
-            "failed",
-            detail,
-            "rename the folder to one of them, move it away, or have the operator list the class in a new federation",
+        advice = (
+            "rename the folder to one of them, move it away, or have the operator list the class in a new federation"
         )
+        return "failed", detail, advice
     if damaged:
         more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
         detail = f"{detail}; {len(damaged)} can't be used: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"

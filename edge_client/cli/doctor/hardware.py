@@ -150,11 +150,8 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
     missing = [name for name in ("torch", "onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
         extra = "infer" if missing == ["onnxruntime"] else "edge,infer"
-        return (
-            "failed",
-            f"{' and '.join(missing)} not installed",
-            f"pip install 'fedcg-edge[{extra}]'; infer-gpu with a GPU",
-        )
+        advice = f"pip install 'fedcg-edge[{extra}]'; infer-gpu with a GPU"
+        return "failed", f"{' and '.join(missing)} not installed", advice
     try:
         box, problem, wanted = detect(), torch_obstacle(), config.training
         plan = plan_training(box, device=wanted.device, threads=wanted.threads, gpu_problem=problem)

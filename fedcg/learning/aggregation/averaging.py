@@ -28,7 +28,17 @@ import torch
 
 from fedcg.files import replace_durably
 from fedcg.learning.errors import ExtensionError
-from fedcg.learning.method import Aggregate, Aggregator, Combination, DivergedError, ServerState, Spill, Update, Weights
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    Combination,
+    DivergedError,
+    Parts,
+    ServerState,
+    Spill,
+    Update,
+    Weights,
+)
 from fedcg.values import Value
 from fedcg.wire.parts import Part
 
@@ -130,13 +140,13 @@ def combined(
     return torch.cat(blocks)
 
 
-def flat_weights(parts: Mapping[Part, Weights]) -> torch.Tensor:
+def flat_weights(parts: Parts) -> torch.Tensor:
     """The floating-point tensors of some parts, concatenated by name, [P] float32."""
     flat = [tensor.reshape(-1).to(torch.float32) for _, _, tensor in _floats(parts)]
     return torch.cat(flat) if flat else torch.zeros(0)
 
 
-def with_weights(parts: Mapping[Part, Weights], flat: torch.Tensor) -> dict[Part, dict[str, torch.Tensor]]:
+def with_weights(parts: Parts, flat: torch.Tensor) -> dict[Part, dict[str, torch.Tensor]]:
     """The parts with the numbers of `flat` (as `flat_weights` orders them) in their floating-point tensors."""
     changed = {part: dict(weights) for part, weights in parts.items()}
     start = 0
@@ -147,7 +157,7 @@ def with_weights(parts: Mapping[Part, Weights], flat: torch.Tensor) -> dict[Part
     return changed
 
 
-def _floats(parts: Mapping[Part, Weights]) -> list[tuple[Part, str, torch.Tensor]]:
+def _floats(parts: Parts) -> list[tuple[Part, str, torch.Tensor]]:
     return [
         (part, name, tensor)
         for part, weights in sorted(parts.items())
@@ -241,6 +251,7 @@ class AverageAggregator:
         average: how weights are averaged.
         rows: (update) -> further tensors to spill; called if the spill has none for the client.
         beside: (client with spilled rows) -> further tensors to average, by name.
+        then: (the average, the updates) -> the server's state with the final aggregate.
     """
 
     def __init__(
@@ -250,9 +261,10 @@ class AverageAggregator:
         average: Combination = "mean",
         rows: Callable[[Update], Weights] = lambda update: {},
         beside: Callable[[str], Weights] = lambda client: {},
+        then: Callable[[Merged, Updates], ServerState] = lambda merged, _: ServerState(Aggregate(merged.parts)),
     ) -> None:
         self._parts, self._spill, self._how = sorted(parts), spill, average
-        self._rows, self._beside = rows, beside
+        self._rows, self._beside, self._then = rows, beside, then
         self._begin()
 
     def _begin(self) -> None:
@@ -300,49 +312,27 @@ class AverageAggregator:
         return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())), beside)
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates, from `settle`."""
-        aggregate = Aggregate(self.settle(updates).parts)
-        return aggregate, ServerState(aggregate)
-
-
-class Then(Value):
-    """An aggregator that post-processes the result of another one.
-
-    Attributes:
-        inner: aggregates the updates.
-        change: (its aggregate, the updates) -> the server's state with the final aggregate.
-    """
-
-    inner: Aggregator
-    change: Callable[[Aggregate, Updates], ServerState]
-
-    def add(self, update: Update) -> None:
-        """Count an update."""
-        self.inner.add(update)
-
-    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """The processed result of exactly these updates."""
-        state = self.change(self.inner.finish(updates)[0], updates)
+        """The average of exactly these updates, from `settle`, processed by `then`."""
+        state = self._then(self.settle(updates), updates)
         return state.aggregate, state
 
 
-def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> ServerState:
+def with_momentum(merged: Merged, state: ServerState, momentum: float) -> ServerState:
     """Apply server momentum to the classifier: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
 
     Args:
-        average: average of the clients' weights; its integers are not changed.
+        merged: average of the clients' weights; its integers are not changed.
         state: from before the round, with v, which is 0 before the first.
         momentum: β.
     """
-    before, found = state.aggregate.parts[Part.CLASSIFIER], average.parts[Part.CLASSIFIER]
+    before, found = state.aggregate.parts[Part.CLASSIFIER], merged.parts[Part.CLASSIFIER]
     known, velocity, moved = state.extras.get(VELOCITY, {}), dict[str, torch.Tensor](), dict(found)
     for name, tensor in found.items():
         if tensor.is_floating_point():
             step = tensor - before[name]
             velocity[name] = step + momentum * known[name] if name in known else step
             moved[name] = before[name] + velocity[name]
-    aggregate = replace(average, parts={**average.parts, Part.CLASSIFIER: moved})
-    return ServerState(aggregate, {VELOCITY: velocity})
+    return ServerState(Aggregate({**merged.parts, Part.CLASSIFIER: moved}), {VELOCITY: velocity})
 
 
 def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> Aggregator:
@@ -354,11 +344,11 @@ def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> 
         spill: as for `AverageAggregator`.
     """
 
-    def beside_the_rest(average: Aggregate, _: Updates) -> ServerState:
-        parts = {**state.aggregate.parts, **average.parts}
+    def beside_the_rest(merged: Merged, _: Updates) -> ServerState:
+        parts = {**state.aggregate.parts, **merged.parts}
         return replace(state, aggregate=replace(state.aggregate, parts=parts))
 
-    return Then(AverageAggregator(shared & state.aggregate.parts.keys(), spill), beside_the_rest)
+    return AverageAggregator(shared & state.aggregate.parts.keys(), spill, then=beside_the_rest)
 
 
 class DirectorySpill:

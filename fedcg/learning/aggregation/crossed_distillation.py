@@ -24,7 +24,7 @@ from fedcg.learning.aggregation.distillation import (
     teacher_logits,
     train_student,
 )
-from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update
+from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill
 from fedcg.learning.training.batches import BLOCK_ROWS, generate
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.stage import Nets, Tensors
@@ -160,8 +160,10 @@ def counts_of(merged: Merged) -> list[tuple[int, ...]]:
     return [merged.label_counts[client] for client in merged.examples]
 
 
-class CrossedAggregator:
-    """FedMD-CG alg. 1 lines 20-24: average by n_i, then minimise eq. 12 over a bank of this round's labels.
+def crossed_aggregator(
+    settings: Distillation, divergence: Divergence, ctx: RoundContext, spill: Spill
+) -> AverageAggregator:
+    """FedMD-CG alg. 1 lines 20-24: average by n_i, minimise eq. 12 over a bank of this round's labels, publish p(y).
 
     Args:
         settings: of the student's training.
@@ -170,28 +172,11 @@ class CrossedAggregator:
         spill: the round's rows.
     """
 
-    def __init__(self, settings: Distillation, divergence: Divergence, ctx: RoundContext, spill: Spill) -> None:
-        self._settings = settings
-        self._divergence = divergence
-        self._ctx = ctx
-        self._average = AverageAggregator(SHARED, spill)
-
-    def add(self, update: Update) -> None:
-        """Add one update to the average."""
-        self._average.add(update)
-
-    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """Average, run crossed distillation, publish p(y).
-
-        Raises:
-            ValueError: an update without label counts.
-            DivergedError: a logit is not finite.
-        """
-        merged = self._average.settle(updates)
-        counts, divergence, ctx = counts_of(merged), self._divergence, self._ctx
+    def distilled(merged: Merged, updates: Updates) -> ServerState:
+        counts = counts_of(merged)
         p = label_distribution(counts)
-        bank = draw_bank(ctx.streams, self._settings.rows, ctx.spec.network.noise_dim, p)
-        mean, teachers = self._teachers(updates, bank, counts)
+        bank = draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, p)
+        mean, teachers = teachers_of(updates, bank, counts)
         student = load_pair(merged.parts, ctx)
 
         def loss_of(
@@ -203,21 +188,22 @@ class CrossedAggregator:
         def beside(rows: slice) -> Tensors:
             return mean[rows], torch.arange(rows.start, rows.stop)
 
-        parts = train_student(student, bank, self._settings, ctx, loss_of, beside, is_pure=False)
-        aggregate = Aggregate(parts, tuple(p.tolist()))
-        return aggregate, ServerState(aggregate)
+        parts = train_student(student, bank, settings, ctx, loss_of, beside, is_pure=False)
+        return ServerState(Aggregate(parts, tuple(p.tolist())))
 
-    def _teachers(
-        self, updates: Updates, bank: Bank, counts: Sequence[Sequence[int]]
+    def teachers_of(
+        updates: Updates, bank: Bank, counts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, list[FrozenTeacher]]:
         """Eq. 10's mean, Σ_i τ_iy times the divergence's summand of ρ_i, [rows, C] float32, and all teachers in client-id order."""
-        ctx, total, teachers = self._ctx, ExactSum(), []
+        total, teachers = ExactSum(), []
         matrix, shares = torch.tensor(counts, dtype=torch.float64), label_shares(counts)
-        block_rows = max(self._settings.batch, (ctx.machine.most_rows or BLOCK_ROWS) // len(updates))
+        block_rows = max(settings.batch, (ctx.machine.most_rows or BLOCK_ROWS) // len(updates))
         for number, client in enumerate(sorted(updates)):
             teacher, weight = load_pair(updates[client]().parts, ctx), shares[number][bank.labels]
-            log_teacher = self._divergence.log_softmax(teacher_logits(teacher, bank, ctx))
-            total.add(self._divergence.summand(log_teacher), matrix[number][bank.labels].unsqueeze(1))
+            log_teacher = divergence.log_softmax(teacher_logits(teacher, bank, ctx))
+            total.add(divergence.summand(log_teacher), matrix[number][bank.labels].unsqueeze(1))
             teachers.append(FrozenTeacher(teacher, bank, log_teacher, weight, block_rows, ctx.device))
         mean = total.value() / matrix.sum(dim=0).clamp(min=1.0)[bank.labels].unsqueeze(1)
         return mean.to(torch.float32).to(ctx.device), teachers
+
+    return AverageAggregator(SHARED, spill, then=distilled)

@@ -55,6 +55,14 @@ class DistilledParams(fl.TrainingParams):
     )
 
 
+class EnsembleParams(DistilledParams):
+    """Parameters of methods whose server averages, then trains on the ensemble of the clients' networks."""
+
+    average: fl.Average = "mean"
+    aux: fl.Aux = 0.0
+    ensemble: fl.Taught = "sum"
+
+
 class Distillation(Value):
     """Settings of a student loop. It ends early if `flat_steps` steps have not reduced the mean loss (0: never)."""
 
@@ -140,7 +148,7 @@ def row_weights(label_counts: Iterable[tuple[int, ...] | None], classes: int, la
     return (label_probabilities(label_counts, classes) * classes).to(torch.float32)[labels]
 
 
-def load_pair(parts: Mapping[Part, fl.Weights], ctx: fl.RoundContext) -> Pair:
+def load_pair(parts: fl.Parts, ctx: fl.RoundContext) -> Pair:
     """Generator and classifier with copies of these weights, on the round's device."""
     return {part: load_part(ctx.spec, part, parts[part], ctx.device) for part in _PAIR}
 
@@ -261,7 +269,7 @@ class TaughtAverage:
     Args:
         parts: parts to average.
         teach: (update) -> logits [rows, C] over the student's training rows; called once, then spilled.
-        learn: (the average, the ensemble's logits) -> the weights of the student.
+        learn: (the average, the ensemble's logits) -> the aggregate, with the student's weights.
         spill: stores the logits, and the weights for averages other than the mean.
         average: how weights are combined.
         ensemble: how logits are combined.
@@ -271,7 +279,7 @@ class TaughtAverage:
         self,
         parts: frozenset[Part],
         teach: Callable[[fl.Update], torch.Tensor],
-        learn: Callable[[Merged, torch.Tensor], Mapping[Part, fl.Weights]],
+        learn: Callable[[Merged, torch.Tensor], fl.Aggregate],
         spill: fl.Spill,
         average: fl.Combination = "mean",
         ensemble: fl.Taught = "sum",
@@ -306,7 +314,7 @@ class TaughtAverage:
 
     def finish(self, updates: Updates) -> tuple[fl.Aggregate, fl.ServerState]:
         """The student trained on the ensemble of exactly these updates."""
-        aggregate = fl.Aggregate(self._learn(*self.settle(updates)))
+        aggregate = self._learn(*self.settle(updates))
         return aggregate, fl.ServerState(aggregate)
 
 
@@ -329,6 +337,7 @@ def ensemble_aggregator(
     spill: fl.Spill,
     average: fl.Combination = "mean",
     ensemble: fl.Taught = "sum",
+    labels_of: Callable[[Merged], tuple[float, ...] | None] = lambda merged: None,
 ) -> TaughtAverage:
     """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
 
@@ -341,7 +350,7 @@ def ensemble_aggregator(
     def teach(update: fl.Update) -> torch.Tensor:
         return teacher_logits(load_pair(update.parts, ctx), bank, ctx)
 
-    def learn(merged: Merged, logits: torch.Tensor) -> dict[Part, fl.Weights]:
+    def learn(merged: Merged, logits: torch.Tensor) -> fl.Aggregate:
         target = logits.log_softmax(1).to(ctx.device)
         counts = [merged.label_counts.get(client) for client in merged.examples]
         weights = row_weights(counts, classes, bank.labels).to(ctx.device)
@@ -352,6 +361,7 @@ def ensemble_aggregator(
             return (weight * kl_rows(taught, logits.log_softmax(1))).mean()
 
         student = load_pair(merged.parts, ctx)
-        return train_student(student, bank, settings, ctx, loss_of, lambda rows: (target[rows], weights[rows]))
+        parts = train_student(student, bank, settings, ctx, loss_of, lambda rows: (target[rows], weights[rows]))
+        return fl.Aggregate(parts, labels_of(merged))
 
     return TaughtAverage(SHARED, teach, learn, spill, average, ensemble)

@@ -20,10 +20,7 @@ Updates = Mapping[str, Callable[[], fl.Update]]
 
 
 def merged(
-    found: tuple[fl.Aggregate, fl.ServerState],
-    before: fl.ServerState,
-    sealed: Mapping[Part, fl.Weights],
-    sums: Collection[object] = (),
+    found: tuple[fl.Aggregate, fl.ServerState], before: fl.ServerState, sealed: fl.Parts, sums: Collection[object] = ()
 ) -> tuple[fl.Aggregate, fl.ServerState]:
     """The aggregate of a round and the server's state: clear and sealed parts of the round, and the rest unchanged.
 

@@ -35,10 +35,7 @@ def list_networks() -> Result:
     }
     lines = [f"{kind}: {', '.join(names[kind])}" for kind in ("splits", "generators", "discriminators")]
     lines.append(f"BACKBONE[@STAGE]+project:D, with BACKBONE one of {', '.join(weights)}, or timm:NAME; weights:")
-    lines += [
-        f"  {name}: {found['file']}, sha256 {found['sha256']}"
-        if found
-        else f"  {name}: not found (docs/how-to/backbones.md)"
-        for name, found in weights.items()
-    ]
+    for name, found in weights.items():
+        place = f"{found['file']}, sha256 {found['sha256']}" if found else "not found (docs/how-to/backbones.md)"
+        lines.append(f"  {name}: {place}")
     return {**names, "backbones": weights}, "\n".join(lines)

@@ -17,10 +17,8 @@ from fedcg.learning.data.frames import Samples
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 
-_INPUTS, _LABELS = (
-    ("image", "img", "pixel_values", "input", "inputs", "x", "features"),
-    ("label", "labels", "y", "target"),
-)
+_INPUTS = ("image", "img", "pixel_values", "input", "inputs", "x", "features")
+_LABELS = ("label", "labels", "y", "target")
 _MOST_BYTES = 1 << 36
 
 

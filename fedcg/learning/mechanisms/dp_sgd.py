@@ -31,11 +31,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import nn
 
 from fedcg.learning.errors import PrivacyError
@@ -46,6 +45,7 @@ from fedcg.learning.networks.timm_backbones import constant_layers
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import NetworkSpec
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 Loss = Callable[[], torch.Tensor]
@@ -210,17 +210,13 @@ def private_steps(
 _FORMAT = 1
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class _Entry(BaseModel, frozen=True, extra="forbid", strict=True):
     noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     sample_rate: Annotated[float, Field(gt=0, le=1)]
     steps: Annotated[int, Field(ge=1)]
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class _Stored(BaseModel, frozen=True, extra="forbid", strict=True):
     format: Annotated[int, Field(ge=_FORMAT, le=_FORMAT)] = _FORMAT
     spent: Annotated[list[_Entry], Field(max_length=100_000)]
 
@@ -236,8 +232,7 @@ def _loss_of_a_step(noise_multiplier: float, sample_rate: float) -> tuple[float,
     return tuple(map(float, losses))
 
 
-@dataclass(frozen=True)
-class Spent:
+class Spent(Value):
     """The privacy spent so far.
 
     Attributes:

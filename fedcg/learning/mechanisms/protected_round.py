@@ -21,7 +21,7 @@ aggregate. Batch norm's counters are always sent as 0, since they count a client
 noise. Noise comes from explicit generators, in the order of parts and names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,15 +30,13 @@ from torch import nn
 from fedcg.learning.errors import ExtensionError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
-from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext, SharedResult, Weights
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, Parts, RoundContext, SharedResult
 from fedcg.learning.networks.assembly import skeleton
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import TRAINER, NetworkSpec
 from fedcg.wire.parts import Part, Report
-
-Parts = Mapping[Part, Weights]
 
 
 def reduced_update(parts: Parts, base: Parts, privacy: PrivacySettings, stream: torch.Generator) -> Parts:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from fedcg.learning import method as fl
-from fedcg.learning.aggregation.averaging import AverageAggregator, Then, with_momentum
+from fedcg.learning.aggregation.averaging import AverageAggregator, with_momentum
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
@@ -88,8 +88,9 @@ def average_of(
     clear = shared & ctx.spec.shared_in(ctx.round) - frozenset(ctx.spec.sealed)
     how: fl.Combination = getattr(params, "average", "mean")
     momentum: float = getattr(params, "server_momentum", 0.0) if Part.CLASSIFIER in clear else 0.0
-    average = AverageAggregator(clear, spill, how)
-    return Then(average, lambda found, _: with_momentum(found, state, momentum)) if momentum else average
+    if not momentum:
+        return AverageAggregator(clear, spill, how)
+    return AverageAggregator(clear, spill, how, then=lambda merged, _: with_momentum(merged, state, momentum))
 
 
 def local_result(

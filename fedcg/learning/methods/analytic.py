@@ -6,8 +6,6 @@ own class shares as prior, and a temperature that its validation images choose. 
 trained either: it passes the pooled features through, or mixes them at random if it is narrower.
 """
 
-from collections.abc import Mapping
-
 import torch
 from pydantic import Field
 
@@ -50,7 +48,7 @@ class AnalyticParams(fl.TrainingParams):
     )
 
 
-def client_start(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ClientState:
+def client_start(spec: FederationSpec, initial: fl.Parts) -> fl.ClientState:
     """The initial weights, with a projection that is equal on all clients and loses as little as possible."""
     extractor = dict(initial[Part.EXTRACTOR])
     if _PROJECTION in extractor:
@@ -85,9 +83,7 @@ def local_round(
     )
 
 
-def align(
-    own: Mapping[Part, fl.Weights], aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext
-) -> Mapping[Part, fl.Weights]:
+def align(own: fl.Parts, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> fl.Parts:
     """The head from the cohort's moments, with the client's own prior."""
     try:
         classes = class_gaussians(aggregate.parts[Part.STATISTICS]) if aggregate.parts else None
@@ -108,11 +104,7 @@ def _params(ctx: fl.RoundContext) -> AnalyticParams:
 
 
 def _head(
-    classes: ClassGaussians,
-    parts: Mapping[Part, fl.Weights],
-    prior: torch.Tensor,
-    shrinkage: float,
-    ctx: fl.RoundContext,
+    classes: ClassGaussians, parts: fl.Parts, prior: torch.Tensor, shrinkage: float, ctx: fl.RoundContext
 ) -> dict[str, torch.Tensor]:
     layer, validation = linear_layer(ctx.spec), ctx.validation
     if validation is None or not len(validation):

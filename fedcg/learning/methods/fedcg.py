@@ -24,8 +24,8 @@ from torch import nn
 
 from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator
-from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator
+from fedcg.learning.aggregation.crossed_distillation import crossed_aggregator
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleParams, ensemble_aggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.methods._averaging import local_result
@@ -43,12 +43,9 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
 _GAN_BETAS = (0.5, 0.999)
 
 
-class FedcgParams(DistilledParams):
+class FedcgParams(EnsembleParams):
     """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, and 0.1 is our choice."""
 
-    average: fl.Average = "mean"
-    aux: fl.Aux = 0.0
-    ensemble: fl.Taught = "sum"
     gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (eta_2)")
     gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")
     ramp_rounds: int = Field(default=50, ge=1, description="rounds over which gamma rises from 0")
@@ -216,7 +213,7 @@ def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> 
     if params.aggregation == "average":
         return AverageAggregator(SHARED, spill, params.average)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(settings, losses.Divergence(), ctx, spill)
+        return crossed_aggregator(settings, losses.Divergence(), ctx, spill)
     return ensemble_aggregator(settings, ctx, spill, params.average, params.ensemble)
 
 

@@ -10,16 +10,14 @@ use, when its update arrives. The student's loop does not run it again. Each dis
 per client. A device participates only if its `allow_upload` lists the extractor.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import Merged
-from fedcg.learning.aggregation.distillation import Distillation, DistilledParams, TaughtAverage, distillation
+from fedcg.learning.aggregation.distillation import Distillation, EnsembleParams, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
-from fedcg.learning.method import Aux, Average, RoundContext, ServerState, Spill, Taught, Update, Weights
+from fedcg.learning.method import Aggregate, Parts, RoundContext, ServerState, Spill, Update
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams
@@ -30,14 +28,6 @@ from fedcg.wire.parts import Part
 
 # images per forward pass of a teacher; all activations of a backbone are in memory at once
 _TEACHER_ROWS = 256
-
-
-class FeddfParams(DistilledParams):
-    """Parameters of FedDF; iterations and batch are those of FedCG's comparison."""
-
-    average: Average = "mean"
-    aux: Aux = 0.0
-    ensemble: Taught = "sum"
 
 
 def public_order(images: int, rows: int, streams: Streams) -> torch.Tensor:
@@ -70,12 +60,12 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAve
     Raises:
         DataError: there are no public images.
     """
-    params = FeddfParams.model_validate(ctx.spec.params)
+    params = EnsembleParams.model_validate(ctx.spec.params)
     settings, public = Distillation.of(params), public_of(ctx)
     # The distinct public images used, [D], and for each row of the loop its position among them, [rows].
     used, position = torch.unique(public_order(len(public), settings.rows, ctx.streams), return_inverse=True)
 
-    def load(parts: Mapping[Part, Weights]) -> dict[str, nn.Module]:
+    def load(parts: Parts) -> dict[str, nn.Module]:
         halves = (Part.EXTRACTOR, Part.CLASSIFIER)
         return {part: load_part(ctx.spec, part, parts[part], ctx.device) for part in halves}
 
@@ -89,7 +79,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAve
             ctx.callbacks.progress("teacher", sum(map(len, logits)), len(used))
         return torch.cat(logits)
 
-    def learn(merged: Merged, logits: torch.Tensor) -> dict[Part, Weights]:
+    def learn(merged: Merged, logits: torch.Tensor) -> Aggregate:
         student, target, rows_of = load(merged.parts), logits.to(ctx.device), position.to(ctx.device)
         images = public[used].to(ctx.device)
 
@@ -102,7 +92,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAve
 
         at_once = images_at_once(ctx.spec.input)
         run_stage(distillation(student, loss_of, tensors_of, settings, at_once=at_once), ctx)
-        return {part: weights_of(student[part]) for part in sorted(PERSONAL)}
+        return Aggregate({part: weights_of(student[part]) for part in sorted(PERSONAL)})
 
     return TaughtAverage(PERSONAL, teach, learn, spill, params.average, params.ensemble)
 
@@ -110,7 +100,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAve
 METHOD = averaging_method(
     "feddf",
     "FedDF: FedAvg, distilled on unlabelled public images",
-    FeddfParams,
+    EnsembleParams,
     PERSONAL,
     aggregator=aggregator,
     needs_public=True,

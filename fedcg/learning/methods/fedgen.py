@@ -33,7 +33,7 @@ from torch import nn
 
 from fedcg.learning import method as fl
 from fedcg.learning.aggregation import distillation
-from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
+from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Updates
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.batches import generate
@@ -137,14 +137,13 @@ def trained_generator(start: fl.Weights, updates: Updates, merged: Merged, ctx: 
 
 def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half: average the classifiers, train the generator of the last aggregate against all of them."""
-    average = AverageAggregator(SHARED, spill, FedgenParams.model_validate(ctx.spec.params).average)
 
-    def with_generator(averaged: fl.Aggregate, updates: Updates) -> fl.ServerState:
-        merged = average.settle(updates)
+    def with_generator(merged: Merged, updates: Updates) -> fl.ServerState:
         generator = trained_generator(state.aggregate.parts[Part.GENERATOR], updates, merged, ctx)
-        return fl.ServerState(fl.Aggregate({**averaged.parts, Part.GENERATOR: generator}))
+        return fl.ServerState(fl.Aggregate({**merged.parts, Part.GENERATOR: generator}))
 
-    return Then(average, with_generator)
+    average = FedgenParams.model_validate(ctx.spec.params).average
+    return AverageAggregator(SHARED, spill, average, then=with_generator)
 
 
 METHOD = averaging_method(

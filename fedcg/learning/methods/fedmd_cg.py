@@ -16,7 +16,6 @@ The authors' code differs from the paper. Every difference that can matter is a 
 Here both `epochs` and `steps` are parameters.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -24,8 +23,8 @@ from pydantic import Field
 from torch import nn
 
 from fedcg.learning import method as fl
-from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, counts_of, label_distribution
+from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Updates
+from fedcg.learning.aggregation.crossed_distillation import counts_of, crossed_aggregator, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator, uniform
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.methods._averaging import local_result
@@ -193,20 +192,15 @@ def imitation(
     )
 
 
-def init_server(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ServerState:
+def init_server(spec: FederationSpec, initial: fl.Parts) -> fl.ServerState:
     """The first aggregate is the initial generator and classifier, with a uniform p(y)."""
     even = tuple(uniform(spec.class_count).tolist())
     return fl.ServerState(fl.Aggregate({part: initial[part] for part in sorted(SHARED)}, even))
 
 
-def _with_labels(inner: fl.Aggregator, settle: Callable[[Updates], Merged]) -> fl.Aggregator:
-    """An aggregation without labels (`average`, `kd`) that also publishes p(y)."""
-
-    def published(found: fl.Aggregate, updates: Updates) -> fl.ServerState:
-        counts = counts_of(settle(updates))
-        return fl.ServerState(fl.Aggregate(found.parts, tuple(label_distribution(counts).tolist())))
-
-    return Then(inner, published)
+def _labels_of(merged: Merged) -> tuple[float, ...]:
+    """p(y), which aggregations without labels (`average`, `kd`) also publish."""
+    return tuple(label_distribution(counts_of(merged)).tolist())
 
 
 def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
@@ -214,12 +208,14 @@ def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> 
     params = FedmdCgParams.model_validate(ctx.spec.params)
     settings = Distillation.of(params)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(settings, divergence_of(params), ctx, spill)
+        return crossed_aggregator(settings, divergence_of(params), ctx, spill)
     if params.aggregation == "kd":
-        taught = ensemble_aggregator(settings, ctx, spill)
-        return _with_labels(taught, lambda updates: taught.settle(updates)[0])
-    average = AverageAggregator(SHARED, spill)
-    return _with_labels(average, average.settle)
+        return ensemble_aggregator(settings, ctx, spill, labels_of=_labels_of)
+
+    def published(merged: Merged, _: Updates) -> fl.ServerState:
+        return fl.ServerState(fl.Aggregate(merged.parts, _labels_of(merged)))
+
+    return AverageAggregator(SHARED, spill, then=published)
 
 
 METHOD = fl.Method(

@@ -12,19 +12,16 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.method import Aux, Average, RoundContext, ServerMomentum, TrainingParams
-from fedcg.learning.methods._averaging import PERSONAL, averaging_method
+from fedcg.learning.method import RoundContext
+from fedcg.learning.methods._averaging import PERSONAL, MomentumParams, averaging_method
 from fedcg.learning.training.classification import Penalty
 from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part
 
 
-class FedproxParams(TrainingParams):
+class FedproxParams(MomentumParams):
     """Parameters of FedProx."""
 
-    average: Average = "mean"
-    aux: Aux = 0.0
-    server_momentum: ServerMomentum = 0.0
     mu: float = Field(default=0.01, ge=0, description="weight of the proximal term; the paper tried 0.001 to 1")
 
 

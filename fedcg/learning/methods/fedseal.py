@@ -64,10 +64,9 @@ class FedsealParams(fl.TrainingParams):
 
 
 _train = averaged_round(FedsealParams, PERSONAL, None, fl.LabelCounts.NEVER)
-Parts = Mapping[Part, fl.Weights]
 
 
-def align(own: Parts, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> Parts:
+def align(own: fl.Parts, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> fl.Parts:
     """The own extractor if the cohort's domains differ, and the calibrated classifier if most clients gain (without votes: this client)."""
     if not aggregate.parts.keys() >= PERSONAL:
         return {}
@@ -88,7 +87,7 @@ def vote(state: fl.ClientState, aggregate: fl.Aggregate, data: ImageSet, ctx: fl
     return _bits(state, aggregate, _calibrated(aggregate, ctx), data, ctx) if is_judged else 0
 
 
-def _bits(state: fl.ClientState, aggregate: fl.Aggregate, head: Parts, data: ImageSet, ctx: fl.RoundContext) -> int:
+def _bits(state: fl.ClientState, aggregate: fl.Aggregate, head: fl.Parts, data: ImageSet, ctx: fl.RoundContext) -> int:
     params = FedsealParams.model_validate(ctx.spec.params)
     if ctx.validation is None or not len(ctx.validation):
         return 0
@@ -141,12 +140,12 @@ def _digest_of(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> bytes:
     return found.digest()
 
 
-def _loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
+def _loss(parts: fl.Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
     """The validation loss of an aggregate's parts, as this client uses them."""
     return _validation_loss(personal_parts({part: parts[part] for part in PERSONAL}, data, ctx), ctx)
 
 
-def _own_shares_loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
+def _own_shares_loss(parts: fl.Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
     """The same with this client's label shares in the classifier's last bias: other shares are not another domain."""
     try:
         return _loss(parts, data, replace(ctx, privacy=ctx.privacy.model_copy(update={"balance": "logits"})))
@@ -154,7 +153,7 @@ def _own_shares_loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> floa
         return math.inf
 
 
-def _validation_loss(parts: Parts, ctx: fl.RoundContext) -> float:
+def _validation_loss(parts: fl.Parts, ctx: fl.RoundContext) -> float:
     if ctx.validation is None or not len(ctx.validation):
         return 0.0
     found = loss_to_choose_by(ctx.spec, parts, ctx.validation, ctx.device)
@@ -188,7 +187,7 @@ def local_round(
     return replace(result, private=fl.ClientState(parts, {**result.private.extras, **kept}))
 
 
-def _moments_of(state: fl.ClientState, start: Parts, data: ImageSet, ctx: fl.RoundContext) -> fl.LocalResult:
+def _moments_of(state: fl.ClientState, start: fl.Parts, data: ImageSet, ctx: fl.RoundContext) -> fl.LocalResult:
     usable_rows(len(data), 2)
     if ctx.cohort.changed:
         rows = torch.randperm(len(data), generator=ctx.streams.generator("half"))

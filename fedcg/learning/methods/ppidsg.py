@@ -125,7 +125,7 @@ def problem_with(spec: NetworkSpec) -> str:
     return ""
 
 
-def init_client(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ClientState:
+def init_client(spec: FederationSpec, initial: fl.Parts) -> fl.ClientState:
     """The state of a new client: initial networks and keys.
 
     With every method, a classifier's initial weights follow from the public seed and an extractor's from the cohort
@@ -380,7 +380,7 @@ def _discriminator(state: fl.ClientState, ctx: fl.RoundContext) -> nn.Module:
     return module.to(ctx.device)
 
 
-def predict(spec: NetworkSpec, parts: Mapping[Part, fl.Weights]) -> nn.Module:
+def predict(spec: NetworkSpec, parts: fl.Parts) -> nn.Module:
     """Generator, extractor and classifier, one after the other."""
     order = (Part.IMAGE_GENERATOR, Part.EXTRACTOR, Part.CLASSIFIER)
     return nn.Sequential(*(load_part(spec, part, parts[part]) for part in order))

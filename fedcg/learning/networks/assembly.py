@@ -8,7 +8,7 @@ a seeded default generator of torch, which is restored afterwards. The global ra
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from fedcg.learning.split_names import is_projected
 from fedcg.wire.parts import Part, TensorLayout
 
 if TYPE_CHECKING:
-    from fedcg.learning.method import Weights
+    from fedcg.learning.method import Parts, Weights
 
 
 _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
@@ -193,22 +193,8 @@ def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[Tenso
         }
 
 
-class ExtractorAndClassifier(nn.Module):
-    """Inputs [B, *tensor_shape] float32, normalised, to logits [B, classes]."""
-
-    def __init__(self, extractor: nn.Module, classifier: nn.Module) -> None:
-        super().__init__()
-        self.extractor = extractor
-        self.classifier = classifier
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """The classifier's logits of the extractor's features."""
-        logits: torch.Tensor = self.classifier(self.extractor(images))
-        return logits
-
-
 def personal_model(
-    spec: FederationSpec, parts: Mapping[Part, Weights], device: str = "cpu", before: nn.Module | None = None
+    spec: FederationSpec, parts: Parts, device: str = "cpu", before: nn.Module | None = None
 ) -> nn.Module:
     """A client's model in evaluation mode, with a copy of the weights.
 
@@ -230,11 +216,11 @@ def personal_model(
     elif method.personal.predict is not None:
         model = method.personal.predict(spec, parts)
     else:
-        nets = (load_part(spec, part, parts[part], device) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-        model = ExtractorAndClassifier(*nets)
+        halves = (Part.EXTRACTOR, Part.CLASSIFIER)
+        model = nn.Sequential(OrderedDict((part.value, load_part(spec, part, parts[part], device)) for part in halves))
     return (model if before is None else nn.Sequential(before, model)).to(device).eval()
 
 
-def personal_parts(spec: FederationSpec, parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
+def personal_parts(spec: FederationSpec, parts: Parts) -> dict[Part, Weights]:
     """The parts of the client's personal model."""
     return {part: parts[part] for part in sorted(get_method(spec.method).personal.parts)}

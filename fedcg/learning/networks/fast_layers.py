@@ -235,9 +235,6 @@ def is_exporting() -> bool:
 class AveragedConv2d(nn.Conv2d):
     """`nn.AvgPool2d(2)(nn.Conv2d(inputs, outputs, kernel)(images))`."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
-        super().__init__(inputs, outputs, kernel)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
         if is_exporting():
@@ -249,9 +246,6 @@ class AveragedConv2d(nn.Conv2d):
 
 class MaxedConv2d(nn.Conv2d):
     """`nn.MaxPool2d(2)(nn.Conv2d(inputs, outputs, kernel)(images))`."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
-        super().__init__(inputs, outputs, kernel)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""

@@ -14,14 +14,13 @@ and 29,899,786 for 28x28 grey ones. Deviations, with reasons:
 quarter of the channels, and the classifier 256 and 64 instead of 4,096 and 1,024 units.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from fedcg.input_form import ImageForm
-from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.learning.networks.splits import FeatureRange, Split, dense_classifier
 from fedcg.values import Value
 
 SMALLEST_SIDE = 12  # the discriminator's last two 4x4 convolutions reduce a quarter of a side by two pixels
@@ -149,15 +148,6 @@ class ImageAutoencoder(nn.Module):
         return images
 
 
-def _classifier(hidden: tuple[int, int]) -> Callable[[tuple[int, ...], int], nn.Module]:
-    def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
-        first, second = hidden
-        layers = [nn.Linear(math.prod(feature_shape), first), nn.Tanh(), nn.Linear(first, second), nn.Tanh()]
-        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(second, classes))
-
-    return build
-
-
 def image_split(widths: Widths) -> Split:
     """F and C as a split: `ImageAutoencoder` as the extractor, and three linear layers with tanh on its features."""
 
@@ -166,7 +156,7 @@ def image_split(widths: Widths) -> Split:
 
     return Split(
         extractor,
-        _classifier(widths.hidden),
+        dense_classifier(*widths.hidden, activation=nn.Tanh),
         FeatureRange.NON_NEGATIVE,
         SMALLEST_SIDE,
         image_generator=lambda channels: image_generator(channels, widths),

@@ -124,28 +124,19 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     clear = method.payload.up - sealed or not sealed
     counts = () if method.needs.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
     optional = method.needs.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
-    return FederationSpec(
-        federation=plan.federation,
-        classes=plan.classes,
-        input=plan.input,
-        network=plan.network,
-        method=plan.method,
-        params=params.model_dump(mode="json"),
-        rounds=plan.rounds,
-        seed=plan.seed,
-        augment_flip=plan.augment_flip,
-        augment_crop=plan.augment_crop,
-        upload=tuple(sorted(on_wire(method.payload.up, sealed))),
-        report=(*(one for one in _REPORT if clear or one is not ReportField.EXAMPLES), *counts),
-        optional_report=counts if optional else (),
-        layouts=wire_layouts(plan, method, sealed),
-        codec=plan.codec,
-        aggregate_codec=plan.aggregate_codec,
-        with_base=tuple(sorted(method.payload.with_base - sealed)) if is_delta(plan.codec) else (),
-        sealed=tuple(sorted(sealed)),
-        sealed_range=plan.sealed_range if sealed else None,
-        alternates=method.payload.alternates,
-    )
+    planned = {name: getattr(plan, name) for name in FederationSpec.model_fields if name in FederationPlan.model_fields}
+    own = {
+        "params": params.model_dump(mode="json"),
+        "upload": tuple(sorted(on_wire(method.payload.up, sealed))),
+        "report": (*(one for one in _REPORT if clear or one is not ReportField.EXAMPLES), *counts),
+        "optional_report": counts if optional else (),
+        "layouts": wire_layouts(plan, method, sealed),
+        "with_base": tuple(sorted(method.payload.with_base - sealed)) if is_delta(plan.codec) else (),
+        "sealed": tuple(sorted(sealed)),
+        "sealed_range": plan.sealed_range if sealed else None,
+        "alternates": method.payload.alternates,
+    }
+    return FederationSpec.model_validate(planned | own)
 
 
 def shadow_spec(spec: FederationSpec) -> FederationSpec:

@@ -80,35 +80,6 @@ class Split(Value):
     image_discriminator: Callable[[int], nn.Module] | None = None
 
 
-def _extractor_sigmoid(channels: int) -> nn.Module:
-    # The convolutions include pooling. The identities keep the names of the layers after them.
-    first, second = AveragedConv2d(channels, 6, 5), AveragedConv2d(6, 16, 5)
-    return nn.Sequential(first, nn.Identity(), nn.Sigmoid(), second, nn.Identity(), nn.Sigmoid())
-
-
-def _extractor_relu(width: int) -> Callable[[int], nn.Module]:
-    def build(channels: int) -> nn.Module:
-        # Pooling before the activation: max and ReLU commute, and ReLU then processes a quarter of the elements.
-        first, second = MaxedConv2d(channels, 6 * width, 5), MaxedConv2d(6 * width, 16 * width, 5)
-        return nn.Sequential(first, nn.Identity(), nn.ReLU(), second, nn.Identity(), nn.ReLU())
-
-    return build
-
-
-def _classifier(activation: Callable[[], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
-    def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(math.prod(feature_shape), 120),
-            activation(),
-            nn.Linear(120, 84),
-            activation(),
-            nn.Linear(84, classes),
-        )
-
-    return build
-
-
 def _extractor_bn(channels: int) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in ((channels, 16), (16, 32)):
@@ -116,17 +87,44 @@ def _extractor_bn(channels: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _classifier_linear(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(feature_shape), 128), nn.Linear(128, classes))
+def dense_classifier(
+    *hidden: int, activation: Callable[[], nn.Module] | None = None
+) -> Callable[[tuple[int, ...], int], nn.Module]:
+    """The builder of a classifier of linear layers on flat features; `hidden` has the widths between them."""
+
+    def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+        layers: list[nn.Module] = [nn.Flatten()]
+        before = math.prod(feature_shape)
+        for after in hidden:
+            layers += [nn.Linear(before, after), *([] if activation is None else [activation()])]
+            before = after
+        return nn.Sequential(*layers, nn.Linear(before, classes))
+
+    return build
 
 
-# Two 5x5 convolutions, each followed by halving: ((16 - 4) / 2 - 4) / 2 = 1.
+def _lenet(
+    conv: type[AveragedConv2d | MaxedConv2d],
+    activation: Callable[[], nn.Module],
+    feature_range: FeatureRange,
+    width: int = 1,
+) -> Split:
+    def extractor(channels: int) -> nn.Module:
+        # The convolutions include pooling: max and ReLU commute, and ReLU then processes a quarter of the elements. The
+        # identities keep the names of the layers after them.
+        first, second = conv(channels, 6 * width, 5), conv(6 * width, 16 * width, 5)
+        return nn.Sequential(first, nn.Identity(), activation(), second, nn.Identity(), activation())
+
+    # Two 5x5 convolutions, each followed by halving: ((16 - 4) / 2 - 4) / 2 = 1.
+    return Split(extractor, dense_classifier(120, 84, activation=activation), feature_range, 16)
+
+
 SPLITS: Mapping[str, Split] = {
-    "lenet5": Split(_extractor_sigmoid, _classifier(nn.Sigmoid), FeatureRange.UNIT, 16),
-    "lenet5_relu": Split(_extractor_relu(1), _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
-    "lenet5_wide": Split(_extractor_relu(2), _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
+    "lenet5": _lenet(AveragedConv2d, nn.Sigmoid, FeatureRange.UNIT),
+    "lenet5_relu": _lenet(MaxedConv2d, nn.ReLU, FeatureRange.NON_NEGATIVE),
+    "lenet5_wide": _lenet(MaxedConv2d, nn.ReLU, FeatureRange.NON_NEGATIVE, 2),
     # A side is halved four times.
-    "cnn_bn": Split(_extractor_bn, _classifier_linear, FeatureRange.NON_NEGATIVE, 16),
+    "cnn_bn": Split(_extractor_bn, dense_classifier(128), FeatureRange.NON_NEGATIVE, 16),
 }
 
 

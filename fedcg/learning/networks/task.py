@@ -26,7 +26,7 @@ from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
-    from fedcg.learning.method import Weights
+    from fedcg.learning.method import Parts
 
 Kind = Literal["train", "validation", "test"]
 
@@ -167,7 +167,7 @@ class Task:
         extractor, classifier = (functools.partial(_bag, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
         return Split(extractor, classifier, FeatureRange.REAL, initialises_itself=True, features=(1,))
 
-    def model(self, parts: Mapping[Part, Weights], device: str = "cpu") -> nn.Module:
+    def model(self, parts: Parts, device: str = "cpu") -> nn.Module:
         """A copy of the network with these weights."""
         net = copy.deepcopy(self.net)
         try:

@@ -28,7 +28,7 @@ from fedcg.input_form import ImageForm
 from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.randomness import draw_weights
-from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.learning.networks.splits import FeatureRange, Split, dense_classifier
 from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.spec import NetworkChoice
 
@@ -247,14 +247,9 @@ def check_plain(choice: NetworkChoice) -> None:
 
 def _misfit(choice: NetworkChoice, image: ImageForm) -> str:
     if choice.weights is None:
-        return (
-            ""
-            if choice.freeze == "none"
-            else (
-                f"network.freeze = {choice.freeze} needs pretrained weights: set network.weights, or "
-                "leave network.freeze out"
-            )
-        )
+        remedy = "set network.weights, or leave network.freeze out"
+        needs = f"network.freeze = {choice.freeze} needs pretrained weights: {remedy}"
+        return "" if choice.freeze == "none" else needs
     own = timm_library().get_pretrained_cfg(split_names.parse_projected(choice.split).timm)
     known = [split_names.IMAGENET] if own is None else [split_names.IMAGENET, (own.mean, own.std)]
     if not any(_is_normalised(image, mean, std) for mean, std in known):
@@ -281,12 +276,9 @@ def _split(name: str, freeze: str, weights: str | None) -> Split:
     def extractor(channels: int) -> nn.Module:
         return copy.deepcopy(prototype)  # on the meta device: shapes only
 
-    def classifier(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(feature_shape), classes))
-
     return Split(
         extractor,
-        classifier,
+        dense_classifier(),
         FeatureRange.NON_NEGATIVE,
         smallest_side=_LEAST_SIDE if weights is None else _LEAST_PRETRAINED_SIDE,
         fill=None if weights is None else functools.partial(_fill, name, weights),

@@ -8,12 +8,11 @@ import torch
 
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Cohort, Machine, RoundContext, Weights
+from fedcg.learning.method import Cohort, Machine, Parts, RoundContext
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.values import Value
-from fedcg.wire.parts import Part
 
 ATTEMPT = 1  # a simulated round is never retried
 
@@ -54,16 +53,14 @@ class Roots(Value):
 class Coding(Protocol):
     """Simulates the wire's number formats. Laws: it can be pickled; the same parts give the same numbers."""
 
-    def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
+    def aggregate(self, parts: Parts) -> tuple[Parts, int]:
         """The aggregate as decoded on both sides, and its size in bytes.
 
         Raises:
             DivergedError: it can't be coded.
         """
 
-    def update(
-        self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
-    ) -> tuple[Mapping[Part, Weights], int]:
+    def update(self, client: str, parts: Parts, base: Parts) -> tuple[Parts, int]:
         """A client's update as the server decodes it, and its size in bytes; `base` is the round's starting aggregate.
 
         Raises:

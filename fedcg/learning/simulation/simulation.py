@@ -6,26 +6,17 @@ The order of execution never changes results: each client has its own streams, a
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
 import torch
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.aggregation.sealed_means import server_half
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, neutral_parts
-from fedcg.learning.method import (
-    Aggregate,
-    ClientState,
-    DivergedError,
-    LocalResult,
-    ServerState,
-    SharedResult,
-    Update,
-    Weights,
-)
 from fedcg.learning.networks.plans import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
@@ -67,24 +58,21 @@ class Schedule(Value):
     kept_updates: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(Value):
     """A client's update before coding: the shared parts and all report fields."""
 
-    shared: SharedResult
+    shared: fl.SharedResult
     report: Report
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Value):
     """A client that failed or warned in a round, or a server that failed to merge, with the reason."""
 
     round: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Simulation:
+class Simulation(Value):
     """The state of a simulation after some rounds; at its end, the result.
 
     Attributes:
@@ -102,9 +90,9 @@ class Simulation:
     """
 
     rounds: int
-    server: ServerState
-    states: Mapping[str, ClientState]
-    shadows: Mapping[str, ClientState]
+    server: fl.ServerState
+    states: Mapping[str, fl.ClientState]
+    shadows: Mapping[str, fl.ClientState]
     curves: Mapping[str, tuple[RoundRecord, ...]]
     failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
     shadow_failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
@@ -117,7 +105,7 @@ class Simulation:
     sent: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
-    def aggregate(self) -> Aggregate:
+    def aggregate(self) -> fl.Aggregate:
         """The last aggregate."""
         return self.server.aggregate
 
@@ -227,7 +215,7 @@ def participants(party: Party, schedule: Schedule, number: int) -> tuple[str, ..
     return tuple(sorted(names[int(index)] for index in order[:count]))
 
 
-def update_of(client: str, result: LocalResult) -> Update:
+def update_of(client: str, result: fl.LocalResult) -> fl.Update:
     """The update that the server would decode from a local round.
 
     Raises:
@@ -235,7 +223,7 @@ def update_of(client: str, result: LocalResult) -> Update:
     """
     if result.report.examples is None:
         raise ValueError(f"{client}: the report lacks the number of examples")
-    return Update(client, result.shared.parts, result.report.examples, result.report.label_counts)
+    return fl.Update(client, result.shared.parts, result.report.examples, result.report.label_counts)
 
 
 def beginning(party: Party, schedule: Schedule) -> Simulation:
@@ -279,6 +267,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     server, server_failure = _aggregate(party, runner, number, now.server, present)
     seconds = time.perf_counter() - started
     shadows = {name: outcome.shadow for name, outcome in outcomes.items() if outcome.shadow is not None}
+    mean_size = () if party.coding is None else (sum(sizes) // max(1, len(sizes)),)
     after = replace(
         now,
         rounds=number,
@@ -295,9 +284,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
         warnings=_noted(now.warnings, {name: outcome.warning for name, outcome in outcomes.items()}, number),
         server_failures=now.server_failures + (() if server_failure is None else (Failure(number, server_failure),)),
         aggregate_seconds=(*now.aggregate_seconds, seconds),
-        update_bytes=now.update_bytes
-        if party.coding is None
-        else (*now.update_bytes, sum(sizes) // max(1, len(sizes))),
+        update_bytes=(*now.update_bytes, *mean_size),
         sent=dict(sorted(sent.items())),
     )
     if last or number % schedule.evaluate_every == 0:
@@ -305,7 +292,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     return after
 
 
-def _decoded(party: Party, server: ServerState) -> ServerState:
+def _decoded(party: Party, server: fl.ServerState) -> fl.ServerState:
     """The server's state with the aggregate as decoded from the wire, from which both sides continue."""
     if party.coding is None:
         return server
@@ -314,7 +301,7 @@ def _decoded(party: Party, server: ServerState) -> ServerState:
 
 
 def _coded(
-    party: Party, outcomes: Iterable[LocalOutcome], base: Aggregate, sent: dict[str, Sent] | None
+    party: Party, outcomes: Iterable[LocalOutcome], base: fl.Aggregate, sent: dict[str, Sent] | None
 ) -> tuple[dict[str, LocalOutcome], list[int]]:
     """Outcomes by client, with shared parts as decoded by the server, and the bytes of each update.
 
@@ -327,8 +314,8 @@ def _coded(
             try:
                 parts, size = party.coding.update(client, result.shared.parts, base.parts)
                 sizes.append(size)
-                outcome = replace(outcome, result=replace(result, shared=SharedResult(parts)))
-            except DivergedError as error:
+                outcome = replace(outcome, result=replace(result, shared=fl.SharedResult(parts)))
+            except fl.DivergedError as error:
                 outcome = replace(outcome, result=None, failure=str(error))
         if sent is not None and result is not None and outcome.result is not None:
             sent[client] = Sent(result.shared, result.report)
@@ -344,8 +331,8 @@ def _noted(
 
 
 def _aggregate(
-    party: Party, runner: Runner, number: int, server: ServerState, results: Mapping[str, LocalResult]
-) -> tuple[ServerState, str | None]:
+    party: Party, runner: Runner, number: int, server: fl.ServerState, results: Mapping[str, fl.LocalResult]
+) -> tuple[fl.ServerState, str | None]:
     """The server's state after a round, and the reason if it did not change."""
     if not results:
         return server, NONE_TRAINED
@@ -357,7 +344,7 @@ def _aggregate(
             spill.put(client, rows)
         merge = server_half(get_method(party.spec.method), server, party.server_context(number), spill)
         return _decoded(party, merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1]), None
-    except DivergedError as error:
+    except fl.DivergedError as error:
         return server, str(error)
 
 
@@ -385,7 +372,7 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
     return replace(now, curves=curves, global_accuracy=(*now.global_accuracy, average))
 
 
-def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: int) -> float:
+def _global_accuracy(party: Party, states: Mapping[str, fl.ClientState], number: int) -> float:
     """FedMD-CG's global test accuracy: of the average of the clients' whole models including extractors, weighted by number of images.
 
     Measured on the common test set. Without one, or if clients have their own input layers, on all clients' test images
@@ -397,7 +384,7 @@ def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: in
         name: neutral_parts(states[name].parts, party.datasets[name].train, party.client_context(name, number))
         for name in names
     }
-    average: dict[Part, Weights] = {
+    average: dict[Part, fl.Weights] = {
         part: weighted_average((weights[name], models[name][part]) for name in names if weights[name] > 0)
         for part in sorted(get_method(party.spec.method).personal.parts)
     }

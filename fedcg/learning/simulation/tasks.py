@@ -6,7 +6,7 @@ Independent of the order of rounds and of files.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol, TypeVar
 
 from fedcg.learning import method as fl
@@ -21,7 +21,6 @@ from fedcg.learning.simulation.party import Party
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, generator_figures, loss_to_choose_by
 from fedcg.values import Value
-from fedcg.wire.parts import Part
 
 
 class LocalTask(Value):
@@ -68,13 +67,12 @@ class MeasureTask(Value):
 
     client: str
     number: int
-    parts: Mapping[Part, fl.Weights]
-    shadow: Mapping[Part, fl.Weights] | None
-    averaged: Mapping[Part, fl.Weights] | None = None
+    parts: fl.Parts
+    shadow: fl.Parts | None
+    averaged: fl.Parts | None = None
 
 
-@dataclass(frozen=True)
-class RoundRecord:
+class RoundRecord(Value):
     """One client after one round. A metric is None without data for it.
 
     Attributes:
@@ -186,20 +184,16 @@ def measure_task(party: Party, task: MeasureTask, aggregate: fl.Aggregate) -> tu
     spec, data, parts = party.spec_of(task.client), party.datasets[task.client], task.parts
     common = party.common_of(task.client)
 
-    def measured(
-        of: FederationSpec, weights: Mapping[Part, fl.Weights] | None, images: ImageSet | None
-    ) -> fl.Evaluation | None:
+    def measured(of: FederationSpec, weights: fl.Parts | None, images: ImageSet | None) -> fl.Evaluation | None:
         if weights is None or images is None or len(images) == 0:
             return None
         return evaluate(of, weights, images, party.device)
 
-    def accuracy(
-        of: FederationSpec, weights: Mapping[Part, fl.Weights] | None, images: ImageSet | None
-    ) -> float | None:
+    def accuracy(of: FederationSpec, weights: fl.Parts | None, images: ImageSet | None) -> float | None:
         found = measured(of, weights, images)
         return None if found is None else found.accuracy
 
-    def loss(of: FederationSpec, weights: Mapping[Part, fl.Weights] | None) -> float | None:
+    def loss(of: FederationSpec, weights: fl.Parts | None) -> float | None:
         if weights is None or len(data.val) == 0:
             return None
         return loss_to_choose_by(of, weights, data.val, party.device)

@@ -229,11 +229,9 @@ class FeatureSource:
         self._spec = spec
         self.labels = data.labels
         sides = (False, True) if spec.augment_flip else (False,)
-        self._sides = (
-            tuple(extract_features(extractor, data.images, spec, flipped=side) for side in sides)
-            if not spec.augment_crop and (draws is None or draws >= len(sides) * len(data))
-            else ()
-        )
+        is_worth_it = not spec.augment_crop and (draws is None or draws >= len(sides) * len(data))
+        features = (extract_features(extractor, data.images, spec, flipped=side) for side in sides)
+        self._sides = tuple(features) if is_worth_it else ()
 
     def rows(self, index: torch.Tensor, augmenter: Augmenter) -> tuple[torch.Tensor, torch.Tensor]:
         """Features [R, ...] and labels [R] of some images, randomly augmented if the spec asks for it."""

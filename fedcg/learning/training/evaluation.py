@@ -1,14 +1,12 @@
 """Evaluates models on the device with the data: accuracy, consistency, spread. Does not train."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Evaluation, Weights
+from fedcg.learning.method import Evaluation, Parts, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.networks.task import Held
@@ -26,7 +24,7 @@ _LIVE = 1e-3  # dimensions with a real spread below this share of the class's me
 
 
 @torch.no_grad()
-def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> Evaluation:
+def evaluate(spec: FederationSpec, parts: Parts, data: ImageSet, device: str = "cpu") -> Evaluation:
     """Accuracy and mean cross-entropy of a personal model on held-out images.
 
     Raises:
@@ -47,7 +45,7 @@ def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet
 
 
 @torch.no_grad()
-def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> torch.Tensor:
+def logits_of(spec: FederationSpec, parts: Parts, data: ImageSet, device: str = "cpu") -> torch.Tensor:
     """Logits of a personal model (`personal_model`) on images, [N, C] on the CPU.
 
     Raises:
@@ -60,9 +58,7 @@ def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSe
     return torch.cat([model(normalise(images.to(device), spec.input)).cpu() for images in some])
 
 
-def loss_to_choose_by(
-    spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu"
-) -> float:
+def loss_to_choose_by(spec: FederationSpec, parts: Parts, data: ImageSet, device: str = "cpu") -> float:
     """The loss by which a client selects a personal model: calibrated, or 1 minus a trainer's metric.
 
     Raises:
@@ -129,7 +125,7 @@ def generator_spread(
 
 
 def generator_figures(
-    spec: FederationSpec, parts: Mapping[Part, Weights], images: ImageSet, streams: Streams
+    spec: FederationSpec, parts: Parts, images: ImageSet, streams: Streams
 ) -> dict[str, float | None]:
     """Consistency and spread of a client's own generator; empty for a method without one."""
     if Part.GENERATOR not in parts:

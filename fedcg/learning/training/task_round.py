@@ -1,7 +1,7 @@
 """The local round of a user's own task (`networks.task`), instead of the built-in stages."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,10 +14,10 @@ from fedcg.learning.method import (
     ClientState,
     Evaluation,
     LocalResult,
+    Parts,
     RoundContext,
     SharedResult,
     TrainingParams,
-    Weights,
 )
 from fedcg.learning.networks.randomness import seeded_layers
 from fedcg.learning.networks.task import Held, Task, TrainerContext
@@ -81,7 +81,7 @@ def task_round(
     )
 
 
-def task_evaluation(spec: FederationSpec, parts: Mapping[Part, Weights], data: Held, device: str) -> Evaluation:
+def task_evaluation(spec: FederationSpec, parts: Parts, data: Held, device: str) -> Evaluation:
     """The trainer's metric as the accuracy, and 1 minus it as the loss."""
     task = task_of(spec)
     assert task is not None  # the task holds the data
@@ -106,11 +106,11 @@ def _signs_of_life(progress: Callable[[int, int], None]) -> Iterator[None]:
         hook.remove()
 
 
-def _all(parts: Mapping[Part, Weights]) -> Iterator[tuple[str, torch.Tensor]]:
+def _all(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     return (item for weights in parts.values() for item in weights.items())
 
 
-def _check_same(task: Task, before: Mapping[Part, Weights], after: Mapping[Part, Weights]) -> None:
+def _check_same(task: Task, before: Parts, after: Parts) -> None:
     """Raise if training has added, removed or reshaped tensors."""
     for part, weights in before.items():
         forms = {name: tuple(one.shape) for name, one in weights.items()}

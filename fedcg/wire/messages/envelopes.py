@@ -25,6 +25,8 @@ from fedcg.wire.messages import schemas
 
 MAGIC = b"FCG1"
 DOMAIN = b"fedcg/1 envelope\0"
+PRIVATE_PEM = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+"""How private keys are encoded in files, which only their owner may read."""
 SIGNATURE_BYTES = 64
 OVERHEAD_BYTES = len(MAGIC) + SIGNATURE_BYTES
 MAX_ENVELOPE_BYTES = schemas.MAX_MESSAGE_BYTES + OVERHEAD_BYTES
@@ -128,7 +130,7 @@ class SigningKey:
         Raises:
             FileExistsError: the file exists.
         """
-        pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        pem = self._private.private_bytes(*PRIVATE_PEM)
         write_durably(path, with_check(pem), is_new=True)
 
     @property

@@ -354,7 +354,7 @@ EVERYONE = "*"
 
 @dataclass(frozen=True, order=True)
 class RoundAttempt:
-    """A round attempt; ordered by round, then attempt."""
+    """A round attempt; ordered by round, then attempt. `vars` of it are its fields in an event, a row or a message."""
 
     round: int
     attempt: int

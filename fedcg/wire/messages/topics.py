@@ -4,7 +4,7 @@ Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are gene
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from fedcg.values import Value
@@ -52,16 +52,11 @@ TO_DEVICE = (TopicKind.DOWN_CONTROL, TopicKind.DOWN_CHUNK)
 
 _OF_DEVICES = {kind.value: kind for kind in FROM_DEVICE + TO_DEVICE}
 
-_WRITES: dict[Role, tuple[TopicKind, ...]] = {
-    Role.COORDINATOR: BROADCASTS + TO_DEVICE,
-    Role.OBSERVER: (),
-    Role.LISTS: (),
-    Role.DEVICE: FROM_DEVICE,
-}
-_READS: dict[Role, tuple[TopicKind, ...]] = {
+_Rights = Mapping[Role, tuple[TopicKind, ...]]
+_WRITES: _Rights = {Role.COORDINATOR: BROADCASTS + TO_DEVICE, Role.DEVICE: FROM_DEVICE}
+_READS: _Rights = {
     Role.COORDINATOR: BROADCASTS + FROM_DEVICE,
     Role.OBSERVER: tuple(TopicKind),
-    Role.LISTS: (),
     Role.DEVICE: BROADCASTS + TO_DEVICE,
 }
 
@@ -234,8 +229,8 @@ class Topics(Value):
         return ParsedTopic(kind, device)
 
     @staticmethod
-    def _allowed(rights: dict[Role, tuple[TopicKind, ...]], identity: str, parsed: ParsedTopic | None) -> bool:
+    def _allowed(rights: _Rights, identity: str, parsed: ParsedTopic | None) -> bool:
         role = role_of(identity)
-        if parsed is None or parsed.kind not in rights[role]:
+        if parsed is None or parsed.kind not in rights.get(role, ()):
             return False
         return role is not Role.DEVICE or parsed.device is None or parsed.device == identity

@@ -53,6 +53,7 @@ class MqttTransport:
     Attributes:
         last_error: why there is no link now, for people; None while there is one.
         attempts: number of connections that were tried and have ended.
+        max_payload: largest payload in bytes: the broker's maximum packet, or the assumed one, minus the header.
         is_refused: whether the broker refused the last QoS 1 publish, which only MQTT 5 reports; the first one in a row is logged.
     """
 
@@ -80,7 +81,7 @@ class MqttTransport:
         self._sent: dict[int, Outgoing] = {}  # QoS 1 publishes of this link, by packet id
         self._unanswered: dict[int, list[tuple[str, int]]] = {}  # subscriptions of this link, by packet id
         self._versions = ["3.1.1", "5"] if config.protocol == "auto" else [config.protocol]
-        self._max_payload = min(config.assumed_max_packet, config.max_packet) - HEADER_BYTES
+        self.max_payload = min(config.assumed_max_packet, config.max_packet) - HEADER_BYTES
         self._on_delivery: OnDelivery = _ignore
         self._on_link: OnLink = _ignore
         self.last_error: str | None = None
@@ -127,9 +128,9 @@ class MqttTransport:
         """
         if not topic or "+" in topic or "#" in topic:
             raise TransportError(f"{topic!r} is not a topic to publish on")
-        if len(payload) > self._max_payload:
+        if len(payload) > self.max_payload:
             raise TransportError(
-                f"a payload of {len(payload)} bytes; the broker at {self._config.address} takes {self._max_payload}"
+                f"a payload of {len(payload)} bytes; the broker at {self._config.address} takes {self.max_payload}"
             )
         if not self._up:
             raise TransportError(self.last_error or f"not connected to the broker at {self._config.address}")
@@ -142,11 +143,6 @@ class MqttTransport:
     def backlog(self) -> Backlog:
         """The messages that are queued, or sent and not acknowledged."""
         return self._outgoing.backlog
-
-    @property
-    def max_payload(self) -> int:
-        """Largest payload in bytes: the broker's maximum packet, or the assumed one, minus the header."""
-        return self._max_payload
 
     @property
     def protocol(self) -> str:
@@ -326,7 +322,7 @@ class MqttTransport:
         largest = min(getattr(properties, "MaximumPacketSize", unstated), self._config.max_packet)
         if largest < mqtt_config.MIN_PACKET_BYTES:
             raise TransportError(mqtt_config.explain_small_packets(self._config, largest))
-        self._max_payload = largest - HEADER_BYTES
+        self.max_payload = largest - HEADER_BYTES
         self._in_flight = min(self._config.in_flight, getattr(properties, "ReceiveMaximum", self._config.in_flight))
         link.accept_keepalive(getattr(properties, "ServerKeepAlive", None))
         with self._lock:

@@ -172,7 +172,7 @@ def test_a_median_of_weights_ignores_one_of_five_whatever_it_sends_and_claims() 
 def taught(ensemble: Taught, logits: dict[str, list[list[float]]]) -> torch.Tensor:
     spill = MemorySpill()
     ensemble_of = TaughtAverage(
-        ONLY, lambda each: torch.tensor(logits[each.client]), lambda found, _: found.parts, spill, ensemble=ensemble
+        ONLY, lambda each: torch.tensor(logits[each.client]), lambda *_: Aggregate({}), spill, ensemble=ensemble
     )
     return ensemble_of.settle(loaders({client: update(client, 1.0) for client in logits}))[1]
 

@@ -5,7 +5,7 @@ import torch
 
 from fedcg.learning.aggregation import crossed_distillation as crossed
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, draw_bank, teacher_logits, uniform
-from fedcg.learning.method import RoundContext, Update
+from fedcg.learning.method import Aggregator, RoundContext, Update
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
@@ -35,8 +35,8 @@ def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once
     assert [outputs[0].position.tolist() if outputs else [] for outputs in pieces] == [[0, 2], [0, 1], [1, 2], [0]]
 
 
-def aggregator_of(settings: Distillation, ctx: RoundContext) -> crossed.CrossedAggregator:
-    return crossed.CrossedAggregator(settings, Divergence(), ctx, MemorySpill())
+def aggregator_of(settings: Distillation, ctx: RoundContext) -> Aggregator:
+    return crossed.crossed_aggregator(settings, Divergence(), ctx, MemorySpill())
 
 
 def test_a_round_publishes_the_label_distribution_of_its_counts_which_every_client_must_report() -> None:

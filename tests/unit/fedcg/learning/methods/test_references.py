@@ -9,7 +9,7 @@ from torch import nn
 
 from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, label_shares
+from fedcg.learning.aggregation.crossed_distillation import crossed_aggregator, label_shares
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, Update
 from fedcg.learning.methods import fedcg, fedmd_cg
@@ -253,7 +253,7 @@ def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, d
         shared = {part: parts[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
         updates[name] = Update(name, shared, sum(mine), mine)
         teachers.append(distillation.load_pair(shared, ctx))
-    aggregate = merged(CrossedAggregator(settings, divergence, ctx, MemorySpill()), updates)
+    aggregate = merged(crossed_aggregator(settings, divergence, ctx, MemorySpill()), updates)
     bank = distillation.draw_bank(ctx.streams, settings.rows, 8, torch.tensor(counts, dtype=torch.float64).sum(0) / 20)
     mean = {
         part: {name: (one + updates["b"].parts[part][name]) / 2 for name, one in updates["a"].parts[part].items()}

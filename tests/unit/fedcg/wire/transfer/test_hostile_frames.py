@@ -120,7 +120,7 @@ class CoordinatorsDoor:
         )
         self.published = Published()
         self.receiver = receiver_of(world, self.published, lambda event: None)
-        self.refusals = self.receiver._refusals
+        self.refusals = self.receiver.refusals
         self.checks = MessageChecks(TOPICS, sessions, self.refusals)
         self.checks.learn_keys([(DEVICE, KEY.public.hex)])
         self.receiver._announced(DEVICE, schemas.Manifest(**UP, artifact=REF, round=1, attempt=1))
