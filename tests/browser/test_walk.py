@@ -15,6 +15,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
+from coordinator.pki.authority import create_ca
+from tests.support.broker.memory import MemoryBroker
+from tests.support.coordinator.world import rules_of
 from tests.support.page.pages import tiny_page
 from tests.support.stack import CLASSES, Stack
 
@@ -132,40 +135,48 @@ def press_to(tab: Page, name: str) -> None:
     raise AssertionError(f"no Tab leads to {name!r} on {tab.url}")
 
 
+def follow(tab: Page, name: str) -> None:
+    """Press Tab until a link or button has the focus, then Enter; the next screen is there when this returns."""
+    press_to(tab, name)
+    with tab.expect_navigation(timeout=120_000):
+        tab.keyboard.press("Enter")
+
+
 def test_a_federation_lives_by_keyboard_alone(browser: Browser, tmp_path: Path) -> None:
     with tiny_page(tmp_path, clients=("a", "b", "c"), rounds=9) as page:
+        page.application.state.home.make_folders()
+        create_ca(page.application.state.home.pki)
+        page.made.world.key.save(page.application.state.home.signing_key)
         tab = browser.new_context(base_url=f"http://127.0.0.1:{page.port}").new_page()
         tab.goto("/login")
         press_to(tab, "Token")
         tab.keyboard.type(page.token())
-        tab.keyboard.press("Enter")
-        expect(tab).to_have_url("/")
-        press_to(tab, "Create")
-        tab.keyboard.press("Enter")
-        press_to(tab, "Name")
-        tab.keyboard.type("second")
-        press_to(tab, "Classes")
-        tab.keyboard.press("Control+a")
-        tab.keyboard.type("good\nbad")
-        press_to(tab, "Create")
-        tab.keyboard.press("Enter")
-        expect(tab).to_have_url("/f/second", timeout=120_000)
-        for link, field, text, button, shown in (
-            ("Pause", "Reason", "the line is cleaned", "Pause", "the line is cleaned"),
-            ("Resume", "", "", "Resume", "is waiting for"),
-            ("Extend", "Rounds", "3", "Extend", "is waiting for"),
-            ("Stop", "Reason", "enough", "Stop", "enough"),
+        follow(tab, "Log in")
+        follow(tab, "Create")
+        for name, text in (("Name", "second"), ("Classes", "good\nbad")):
+            press_to(tab, name)
+            tab.keyboard.press("Control+a")
+            tab.keyboard.type(text)
+        press_to(tab, "start immediately")
+        tab.keyboard.press("Space")
+        follow(tab, "Create")
+        expect(tab).to_have_url("/f/second")
+        spec = page.made.coordinator.spec(page.made.world.store.federation("second"))
+        page.made._specs["second"], page.made._brokers["second"] = spec, MemoryBroker(rules_of("second"))
+        for change, field, text, shown in (
+            ("Start", "", "", "is waiting for"),
+            ("Pause", "Reason", "the line is cleaned", "the line is cleaned"),
+            ("Resume", "", "", "is waiting for"),
+            ("Extend", "Rounds", "3", "is waiting for"),
+            ("Stop", "Reason", "enough", "enough"),
+            ("Archive", "", "", ""),
         ):
-            press_to(tab, link)
-            tab.keyboard.press("Enter")
+            follow(tab, f"{change}…")
             if field:
                 press_to(tab, field)
                 tab.keyboard.press("Control+a")
                 tab.keyboard.type(text)
-            press_to(tab, button)
-            tab.keyboard.press("Enter")
-            expect(tab.locator("#live")).to_contain_text(shown)
+            follow(tab, change)
             expect(tab).to_have_url("/f/second")
-        press_to(tab, "Federations")
-        tab.keyboard.press("Enter")
-        expect(tab.locator("#f-second")).to_contain_text("stopped")
+            expect(tab.locator("#live")).to_contain_text(shown)
+        expect(tab.locator("#live")).to_contain_text("archived")
