@@ -189,8 +189,8 @@ function showSizes() {
     for (const each of url === sized ? found : []) {
       const row = document.querySelector(`[data-network="${CSS.escape(each.split)}"]`), show = (name, text) => { row.querySelector(`[data-size=${name}]`).textContent = text; };
       if (!row) continue;
-      show("parameters", each.problem ? "–" : each.parameters.toLocaleString("fr"));
-      show("update", each.problem ? each.problem.replace(`${each.split} `, "").split(": choose")[0] : `${(each.update_bytes / 1000).toLocaleString("fr", { maximumFractionDigits: 1 })} kB`);
+      show("parameters", each.problem ? "–" : each.parameters.toLocaleString("en").replaceAll(",", "\u202f"));
+      show("update", each.problem ? each.problem.replace(`${each.split} `, "").split(": choose")[0] : each.update_bytes < 1e6 ? `${(each.update_bytes / 1e3).toFixed(1)} kB` : `${(each.update_bytes / 1e6).toFixed(1)} MB`);
     }
   });
 }
