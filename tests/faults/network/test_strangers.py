@@ -1,4 +1,4 @@
-"""Strangers at the ports of a real coordinator that may open 1,024 files: it lives, and the others are served meanwhile."""
+"""Strangers at the ports of a real coordinator that may open 1,024 files, and one enrolled device that floods it: it lives, and the others are served meanwhile."""
 
 import http.client
 import json
@@ -22,6 +22,7 @@ from coordinator.members.membership import revoke
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
+from tests.support.broker.floods import FLOODER, HONEST, ROUNDS, flooded
 from tests.support.coordinator.homes import bundle, make_home
 from tests.support.serving import Server, install_versions
 from tests.support.stack import wait_for
@@ -30,6 +31,7 @@ from tests.support.waiting import free_port
 HOST = "127.0.0.1"
 DESCRIPTORS = 1024
 PLAIN = 1500
+IDLE_TLS = 160
 REVOKED = 400
 WITHIN_S = 60.0
 pytestmark = pytest.mark.slow
@@ -147,6 +149,15 @@ def test_silent_connections_neither_end_a_coordinator_nor_lock_others_out(coordi
     assert len(coordinator.log.read_text().splitlines()) < 200
 
 
+def test_idle_tls_connections_lock_out_neither_enrolment_nor_renewal(coordinator: Coordinator) -> None:
+    context = coordinator.context()
+    for _ in range(IDLE_TLS):
+        coordinator.hold(coordinator.ports["enrolment"], context)
+    assert len(coordinator.held) == IDLE_TLS
+    assert coordinator.answers()
+    coordinator.let_go()
+
+
 def test_connections_with_a_revoked_certificate_end_in_the_handshake(coordinator: Coordinator) -> None:
     context, open_at_once = coordinator.context("bad"), []
 
@@ -200,3 +211,26 @@ def test_the_prediction_server_lives_through_silent_connections(tmp_path: Path) 
         wait_for(answers, f"it answers while {PLAIN} connections are open", WITHIN_S)
         held.pop_all().close()
     assert process.returncode == -signal.SIGKILL
+
+
+RATE, HARD_RATE = 500, 4000
+SILENCED_WITHIN_S = 10.0
+MAX_LOG_BYTES = 256 * 1024
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("kind", ["heartbeats", "manifests", "bad signatures", "chunks", "hellos"])
+def test_a_flooding_device_delays_others_little_and_is_silenced_above_its_share(tmp_path: Path, kind: str) -> None:
+    seen = flooded(tmp_path, kind, RATE, HARD_RATE)
+    assert seen.flooded_s <= 2.0 * seen.calm_s + 1.0  # a second for a machine that has other work
+    assert seen.silenced_s is not None
+    assert 0.0 < seen.silenced_s <= SILENCED_WITHIN_S
+    assert seen.log_bytes <= MAX_LOG_BYTES
+    silenced = [event for event in seen.events if event["event"] == "silenced"]
+    assert [event["client"] for event in silenced] == [FLOODER]
+    assert "messages per second" in silenced[0]["reason"]
+    stored = {(event["client"], event["round"]) for event in seen.events if event["event"] == "update_stored"}
+    assert stored == {(device, number) for device in HONEST for number in range(2, ROUNDS + 1)} | {
+        (client, number) for client, number in stored if number == 1
+    }
+    assert not [event for event in seen.events if event["event"] == "departed"]

@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
@@ -134,17 +135,22 @@ class Plant:
 
 
 @contextmanager
-def open_plant(root: Path, kind: str) -> Iterator[Plant]:
+def open_plant(
+    root: Path, kind: str, devices: Sequence[str] = ("a", "b", "c"), federation: str = FEDERATION, **options: Any
+) -> Iterator[Plant]:
     """A plant with a broker.
 
     Args:
         root: an empty folder.
         kind: "run" for the broker in the coordinator's directory, "deployed" for one in a folder of `fedcg deploy mosquitto`, moved.
+        devices: devices with a bundle.
+        federation: its id.
+        options: options of the federation, see `add_federation`.
     """
     assert find_mosquitto() is not None, "mark the test with `broker`"
     config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
     home = create_home(root / "home", config, observers=("observer",))
-    add_federation(home, FEDERATION, ["a", "b", "c"])
+    add_federation(home, federation, devices, **options)
     made = Plant(root, home)
     try:
         if kind == "deployed":

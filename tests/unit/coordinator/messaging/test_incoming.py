@@ -1,9 +1,11 @@
-"""Incoming messages: a queue that is fair to senders, what a silenced device costs and how it comes back, cohort marks."""
+"""Incoming messages: a queue that is fair to senders, what a silenced device costs and how it comes back, cohort marks.
+
+Real floods are in tests/faults/network/test_strangers.py.
+"""
 
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,10 +134,7 @@ def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: 
     assert listed(home) == {"a", "b"}
 
 
-@pytest.mark.parametrize("of_chunks", [False, True])
-def test_a_flooding_device_is_left_out_and_comes_back(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, of_chunks: bool
-) -> None:
+def test_a_flooding_device_is_left_out_and_comes_back(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     world, silenced = make_world(clients=("a", "b", "c")), list[set[str]]()
 
     def publish_access(devices: Collection[str]) -> bool:
@@ -155,12 +154,9 @@ def test_a_flooding_device_is_left_out_and_comes_back(
         c.start()
         world.wait_event("online", 3)
         beat = Heartbeat(**a.addressed())
-        flood = (
-            partial(a.transport.publish, a.topics.up_chunk("a"), b"?", qos=0) if of_chunks else partial(a.tell, beat)
-        )
         while not running.service.floods.is_silenced("a"):
             for _ in range(100):
-                flood()
+                a.tell(beat)
         world.wait_event("silenced")
         failed = world.wait_event("attempt_failed")  # a and b were invited, two updates are needed, and a is out
         assert "declined, were rejected or left" in failed["reason"]
