@@ -126,8 +126,6 @@ def _read(name: str, text: str) -> Any:
 def _text(name: str, value: object) -> str:
     if isinstance(value, list):
         return ("\n" if name == "classes" else ", ").join(map(str, value))
-    return (
-        str(value or "")
-        if value is None or isinstance(value, str)
-        else json.dumps(value, default=str).removesuffix(".0")
-    )
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, default=str).removesuffix(".0")

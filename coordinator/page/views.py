@@ -238,9 +238,10 @@ class View(Value):
         """Facts, at most a second old."""
         return self.recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
 
-    def changed(self) -> None:
-        """Empty the cache, so that the next page shows the change."""
+    def changed(self, path: str) -> Response:
+        """Redirect to the page that shows a change; the cache is emptied, so that it does."""
         self.recent.clear()
+        return see_other(path)
 
     def render(
         self,
