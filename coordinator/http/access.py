@@ -10,7 +10,7 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from fastapi import Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, TypeAdapter
+from starlette.datastructures import MutableHeaders
 
 from coordinator.config import LOOPBACK_HOSTS, OidcSettings
 from coordinator.http.oidc import FLOW_COOKIE, Oidc
@@ -326,10 +327,10 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
 MAX_BODY_BYTES = 256 * 1024
 PER_ADDRESS = Rate(500, 100.0)
 HEADERS = {
-    b"content-security-policy": b"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
-    b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
-    b"cache-control": b"no-store",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
 }
 """Added to answers that do not set them. CORS is off: no header allows other sites to read anything."""
 
@@ -406,10 +407,9 @@ def _too_large() -> ProblemError:
 def _with_headers(send: Any) -> Any:
     async def send_with_headers(message: Any) -> None:
         if message["type"] == "http.response.start":
-            own: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
-            known = {name.lower() for name, _ in own}
-            added = [(name, value) for name, value in HEADERS.items() if name not in known]
-            message = {**message, "headers": [*own, *added]}
+            own = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                own.setdefault(name, value)
         await send(message)
 
     return send_with_headers

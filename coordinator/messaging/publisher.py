@@ -71,7 +71,7 @@ class Publisher:
     def status(self, *, online: bool) -> bool:
         """Publish, retained, whether the coordinator is online."""
         message = status_message(self.topics.federation, self.epoch, online=online)
-        return self._publish(self.topics.coordinator, self._seal(message), retain=True)
+        return self._publish(self.topics.coordinator, message, retain=True)
 
     def has_key(self, key: str | None) -> bool:
         """Whether a hello's message key, in hex, is the current one or one that it replaced; None if the hello has no key."""
@@ -104,7 +104,7 @@ class Publisher:
         if not links:
             return True
         message = schemas.KeyChain(**self._to(schemas.EVERYONE), links=links)
-        return self._publish(self.topics.keys, self._seal(message), retain=True)
+        return self._publish(self.topics.keys, message, retain=True)
 
     def offer(
         self,
@@ -118,12 +118,12 @@ class Publisher:
         message = schemas.Offer(
             **self._to(schemas.EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
-        return self._publish(self.topics.offer, self._seal(message), retain=True)
+        return self._publish(self.topics.offer, message, retain=True)
 
     def finished(self, at: schemas.RoundAttempt, spec: schemas.ArtifactRef, aggregate: schemas.ArtifactRef) -> bool:
         """Publish, retained, that the federation is over."""
         message = schemas.Finished(**self._to(schemas.EVERYONE, at), spec=spec, aggregate=aggregate)
-        return self._publish(self.topics.offer, self._seal(message), retain=True)
+        return self._publish(self.topics.offer, message, retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
         """Answer a hello with the session's protocol version."""
@@ -135,7 +135,7 @@ class Publisher:
             server_time=server_time,
             cohort=self.cohorts.verdict(device),
         )
-        return self._publish(self.topics.down_control(device), self._seal(message))
+        return self._publish(self.topics.down_control(device), message)
 
     def refuse_hello(self, device: str, hello: schemas.Hello) -> bool:
         """Answer a hello without a supported protocol version."""
@@ -146,7 +146,7 @@ class Publisher:
             device_versions=hello.versions,
             update=schemas.outdated(hello.versions, schemas.SPOKEN),
         )
-        return self._publish(self.topics.down_control(device), self._seal(message))
+        return self._publish(self.topics.down_control(device), message)
 
     def invite(self, device: str, at: schemas.RoundAttempt, share: float = 1.0) -> bool:
         """Ask a device to participate in (round, attempt) with a share of the spec's local steps."""
@@ -160,7 +160,7 @@ class Publisher:
 
     def revoked(self, device: str, key: str) -> bool:
         """Notify the device with this message key of its revocation, outside of a session."""
-        return self._publish(self.topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key)))
+        return self._publish(self.topics.down_control(device), schemas.Revoked(**self._to(device), key=key))
 
     def sum_step(
         self, device: str, at: schemas.RoundAttempt, exchange: schemas.SumExchange, step: schemas.ToDevice
@@ -214,17 +214,14 @@ class Publisher:
     def _to(self, recipient: str, at: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> dict[str, Any]:
         return _envelope(self.topics.federation, self.epoch, recipient, at)
 
-    def _seal(self, message: schemas.AnyMessage) -> bytes:
-        return seal(message, self.signing_identity.key)
-
     def _send(self, device: str, message: schemas.AnyMessage) -> bool:
         with self._lock:
             stamped = self.sessions.stamp(device, message)
-            return stamped is not None and self._publish(self.topics.down_control(device), self._seal(stamped))
+            return stamped is not None and self._publish(self.topics.down_control(device), stamped)
 
-    def _publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+    def _publish(self, topic: str, message: schemas.AnyMessage, *, retain: bool = False) -> bool:
         try:
-            self.transport.publish(topic, payload, qos=qos, retain=retain)
+            self.transport.publish(topic, seal(message, self.signing_identity.key), retain=retain)
         except TransportError as error:
             log.info("not published on %s: %s", topic, error)
             return False

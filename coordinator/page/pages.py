@@ -1,6 +1,7 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
@@ -28,9 +29,9 @@ from coordinator.http.oidc import CALLBACK, FLOW_COOKIE, FLOW_PATH, FLOW_S
 from coordinator.http.operator_api import MAX_ID, OfAttempt, OfRound, made_token, operations_of, policy_tag, unchanged
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, tokens_csv
-from coordinator.operations.create_federation import example_plan
+from coordinator.operations.create_federation import example_plan, read_plan
 from coordinator.operations.operations import Operations
-from coordinator.page.plan_form import plan_of, plan_page, plan_text_of
+from coordinator.page.plan_form import plan_page, plan_text_of
 from coordinator.page.views import View, form_of, moment_of, own_path, plain_page, qr_code, see_other, view_of
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered, plain_value
@@ -318,6 +319,8 @@ def _recent_events(known: Known, federation: str) -> list[Event]:
     return known.store.events.last(EventFilter(federation=federation, level="info"), ON_NOW)
 
 
+PLAN = Path("the plan")
+"""What errors call a plan without a file."""
 HOURS = ("1", "24", "168")
 Change = Callable[[Operations, str, Mapping[str, str]], object]
 CHANGES: dict[str, Change] = {
@@ -465,7 +468,7 @@ def show_plan(view: Asked, fields: Fields) -> Response:
     text = plan_text_of(fields)
     problems: list[str] = []
     try:
-        plan_of(text, lambda _: (0, ""))
+        read_plan(PLAN, complete=lambda _: (0, ""), text=text)
     except PlanError as error:
         problems = str(error).split("\n  ")[1:]
     return plan_page(view, text, fields, problems)
@@ -479,9 +482,8 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
     def create() -> Response:
         operations = operations_of(request)
         try:
-            federation = operations.create_federation(
-                plan_of(text, operations.complete), start=fields.get("start") == "yes"
-            ).id
+            plan = read_plan(PLAN, complete=operations.complete, text=text)
+            federation = operations.create_federation(plan, start=fields.get("start") == "yes").id
         except PlanError as error:
             problems = str(error).split("\n  ")
             return plan_page(view, text, fields, numbered(text, problems[1:] or problems), 422)

@@ -27,6 +27,7 @@ from coordinator.http.access import COOKIE, READING, Identity, Role, access_of, 
 from coordinator.http.changes import SECRET_FIELDS
 from coordinator.http.operator_api import known_from
 from coordinator.http.refusals import UNFORESEEN, ProblemError, problem_of
+from fedcg import text_output
 from fedcg.values import Value
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
@@ -44,20 +45,20 @@ def span(seconds: float) -> str:
 def moment(at: float) -> Markup:
     """A time on the coordinator's clock; the page's script converts it to the reader's time zone."""
     stamp = datetime.fromtimestamp(at, timezone.utc).isoformat()
-    return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", _clock(at))
+    return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", text_output.moment(at))
 
 
 def ago(at: float) -> Markup:
     """How long ago a time was; the page's script keeps it current."""
     text = f"{span(max(0.0, time.time() - at))} ago"
-    return Markup('<time data-ago="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
+    return Markup('<time data-ago="{}" title="{}">{}</time>').format(f"{at:.0f}", text_output.moment(at), text)
 
 
 def until(at: float) -> Markup:
     """A countdown to a time; the page's script keeps it current."""
     left = at - time.time()
     text = f"in {span(left)}" if left >= 1 else "now"
-    return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
+    return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", text_output.moment(at), text)
 
 
 def share(value: float, digits: int = 1) -> str:
@@ -119,10 +120,6 @@ def add_formats(environment: Environment) -> None:
     for function in (span, moment, ago, until, share, points, count, words, known, coded):
         environment.filters[function.__name__] = unless_none(function)
     environment.filters["size"] = unless_none(do_filesizeformat)
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 FactsT = TypeVar("FactsT")

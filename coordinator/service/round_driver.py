@@ -244,8 +244,8 @@ class RoundDriver:
             return
         finished = state.phase is Phase.FINISHED
         aggregate = self._store.aggregates(self._id)[-1].artifact if finished else self._base
-        spec_ref = self.published.ref(self.context.federation.spec)
-        aggregate_ref = self.published.ref(aggregate)
+        spec_ref = self.published.source(self.context.federation.spec).ref
+        aggregate_ref = self.published.source(aggregate).ref
         if finished:
             self.is_announced = self.publisher.finished(state.at, spec_ref, aggregate_ref)
         else:

@@ -281,20 +281,11 @@ class Store(schema.Queries):
         reasons: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Store the merge weights of clients' updates (0: not merged), their figures as JSON, and why some are odd."""
-        self._write(
-            *(
-                _change(
-                    schema.updates,
-                    federation,
-                    at,
-                    client,
-                    weight=weight,
-                    figures=figures.get(client),
-                    reason=reasons.get(client, ""),
-                )
-                for client, weight in weights.items()
-            )
-        )
+        changes = []
+        for client, weight in weights.items():
+            judged = {"weight": weight, "figures": figures.get(client), "reason": reasons.get(client, "")}
+            changes.append(_change(schema.updates, federation, at, client, **judged))
+        self._write(*changes)
 
     def fail_attempt(
         self, federation: str, at: RoundAttempt, reason: str, now: float, first_attempt: int | None = None
