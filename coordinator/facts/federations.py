@@ -118,12 +118,8 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
     return FederationFacts(
         **asdict(_position(record, state)),
         **{name: getattr(spec, name) for name in ("classes", "upload", "sealed", "report", "codec", "aggregate_codec")},
-        method=record.method,
-        spec=record.spec,
-        policy=record.policy,
-        continued_from=record.continued_from,
+        **{name: getattr(record, name) for name in ("method", "spec", "policy", "continued_from", "created_at")},
         forgotten=record.forgotten.split(),
-        created_at=record.created_at,
         connected=service is not None and service.is_connected,
         epoch=None if service is None else service.epoch,
         aggregate=aggregates[-1].artifact if aggregates else None,

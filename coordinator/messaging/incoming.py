@@ -168,10 +168,6 @@ class MessageChecks:
             self._sessions.close(device)
         return gone
 
-    def key_of(self, device: str) -> VerifyKey | None:
-        """A device's key; None if it is not in the register."""
-        return self._keys.get(device)
-
     def knows(self, device: str) -> bool:
         """Whether a device's key is in the register."""
         return device in self._keys

@@ -193,9 +193,7 @@ def check_plan(plan: FederationPlan, complete: Complete | None = None) -> None:
 
 def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
     """An error if the clients are too few for the method's sealed sums, else an empty text."""
-    if not spec.sealed:
-        return ""
-    if min_clients >= MIN_SUM_DEVICES:
+    if not spec.sealed or min_clients >= MIN_SUM_DEVICES:
         return ""
     names = ", ".join(part.value for part in spec.sealed)
     return (

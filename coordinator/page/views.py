@@ -5,7 +5,7 @@ The value None is rendered as "unavailable".
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from datetime import datetime, timezone
 from functools import lru_cache
 from hashlib import sha256
@@ -338,7 +338,7 @@ async def _sent(request: Request) -> dict[str, str]:
 
 
 async def as_page(request: Request, error: Exception) -> Response:
-    """The answer to a failed request: an HTML page for a browser, problem details for a program."""
+    """The answer to a failed request: an HTML page with the form's fields for a browser, problem details for a program."""
     if isinstance(error, HTTPException) and error.status_code == 303:
         return see_other((error.headers or {})["Location"])
     found, headers = problem_of(error), request.headers
@@ -350,13 +350,9 @@ async def as_page(request: Request, error: Exception) -> Response:
     sent = await _sent(request) if "route" in request.scope and found.status != UNFORESEEN else {}
     if found.status == 401 and request.method not in READING and not sent:
         return see_other("/login")
-    page = _error_page(request, found, sent)
+    may_not = found.status in (401, 403)  # others can correct and resend the fields
+    form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
+    values = {"found": found, "path": request.url.path, "sent": sent, "form_token": form_token}
+    page = plain_page("error.html", found.status, **values)
     page.headers.update(found.headers)
     return page
-
-
-def _error_page(request: Request, found: ProblemError, sent: Mapping[str, str]) -> HTMLResponse:
-    """A page with the error and the fields of the submitted form. The user can correct and resend them if allowed."""
-    may_not = found.status in (401, 403)
-    form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
-    return plain_page("error.html", found.status, found=found, path=request.url.path, sent=sent, form_token=form_token)

@@ -95,14 +95,8 @@ class Service:
             self._refusals,
             self._queue.put,
         )
-        key_of = self._message_checks.key_of
         self.sums = SealedSums(
-            context.spec,
-            context.store,
-            self._publisher,
-            context.events,
-            time.monotonic,
-            lambda device: key_of(device) is not None,
+            context.spec, context.store, self._publisher, context.events, time.monotonic, self._message_checks.knows
         )
         self.round_driver = RoundDriver(
             context, self._publisher, self.published, self._worker, self.receiver, self.sums
@@ -163,7 +157,7 @@ class Service:
         for topic_of in (self._topics.up_control, self._topics.up_chunk, self._topics.status):
             self._transport.subscribe(topic_of(ANY_DEVICE))
         self.receiver.start()
-        self._publisher.start()
+        self._publisher.sender.start()
         self._transport.start(self._on_delivery, lambda up: self._queue.put(LinkChanged(up)))
         self._events.write("started", epoch=self.epoch)
 
@@ -202,7 +196,7 @@ class Service:
             threading.Thread(target=_close, args=(work,), name="closing", daemon=True)
             for work in (
                 partial(self._presence.lose_sight, "the coordinator was stopped"),
-                self._publisher.close,
+                self._publisher.sender.close,
                 self.receiver.close,
                 self._transport.close,
                 self._worker.stop,
