@@ -257,12 +257,8 @@ class JobRunner:
         from fedcg.wire.sealed_numbers import added
 
         before, opened, spec = self._before.aggregate, request.opened, self._spec
-        sealed, sums, lost, parts = (
-            before.parts[Part.SEALED],
-            cast("tuple[SealedSum, ...]", before.sums),
-            "",
-            spec.sealed_in(self._job.round),
-        )
+        sealed, lost, parts = before.parts[Part.SEALED], "", spec.sealed_in(self._job.round)
+        sums = cast("tuple[SealedSum, ...]", before.sums)
         names = frozenset(name for _, names in opened.groups for name in names)
         told = {client: artifact for client, artifact, _ in request.updates if client in names}
         if names - told.keys():

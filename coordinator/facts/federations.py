@@ -15,7 +15,6 @@ from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 from fedcg.learning.spec import RoundPolicy
 from fedcg.values import Value
-from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import Part, Report, ReportField
 
 
@@ -350,11 +349,7 @@ def _clients(
     known: Known, attempt: records.AttemptRecord, state: RoundState, service: Service | None
 ) -> list[ClientNow]:
     progress = {} if service is None else service.progress
-    updates = {
-        each.client: each
-        for each in known.store.updates(attempt.federation, attempt.at)
-        if each.outcome is Outcome.ACCEPTED
-    }
+    updates = known.store.accepted(attempt.federation, attempt.at)
     return [
         _client(person, state, service, progress.get(person.client), updates.get(person.client))
         for person in known.store.participants(attempt.federation, attempt.at)

@@ -41,7 +41,6 @@ FORM_FIELD = "form_token"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 20
 """Open sessions of one account; a further one ends the oldest."""
-FORM_MEDIA = "application/x-www-form-urlencoded"
 MAX_FIELDS = 1000
 READING = ("GET", "HEAD", "OPTIONS")
 PER_TOKEN = Rate(200, 50.0)
@@ -227,7 +226,7 @@ class Access:
         if request.headers.get(ACTION_HEADER) == "1":
             return
         given = ""
-        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == FORM_MEDIA:
+        if is_form(request.headers.get("Content-Type", "")):
             given = form_fields(await request.body()).get(FORM_FIELD, "")
         if not hmac.compare_digest(self.form_token(session).encode(), given.encode()):
             raise ProblemError(
@@ -273,6 +272,11 @@ def access_of(request: Request) -> Access:
 def address_of(request: Request) -> str:
     """The client's address of a request."""
     return "unknown" if request.client is None else request.client.host
+
+
+def is_form(media: str) -> bool:
+    """Whether a content type is that of a form."""
+    return media.partition(";")[0].strip().lower() == "application/x-www-form-urlencoded"
 
 
 def form_fields(body: bytes) -> dict[str, str]:

@@ -408,13 +408,8 @@ class Operations(Value):
         """
         device_of(self.store, device)
         done = revoke(self.home, self.store, device, bounded_reason(reason), self.clock())
-        self.events.write(
-            "device_revoked",
-            client=device,
-            reason=reason,
-            certificates=done.certificates,
-            reloaded=done.broker_reloaded,
-        )
+        how = {"certificates": done.certificates, "reloaded": done.broker_reloaded}
+        self.events.write("device_revoked", client=device, reason=reason, **how)
         return done
 
     def create_enrolment_token(self, wanted: WantedToken) -> tuple[Token, TokenRecord]:

@@ -267,14 +267,13 @@ class RoundDriver:
     def _resume_attempt(self, command: signals.ResumeAttempt) -> None:
         base = self._begin(command)
         self._store.move_deadline(self._id, command.at, command.deadline_at)
-        stored = self._store.updates(self._id, command.at)
         people = self._store.participants(self._id, command.at)
         self._shares = {person.client: person.share for person in people}
         self.sums.begin(command.at, self._shares)
-        accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
-        self._write("attempt_resumed", command.at, stored=[update.client for update in accepted])
+        accepted = self._store.accepted(self._id, command.at)
+        self._write("attempt_resumed", command.at, stored=list(accepted))
         self.worker.open(self._job(command, base))
-        for update in accepted:
+        for update in accepted.values():
             self.context.artifacts.local(update.artifact)
             self.worker.add(update.client, update.artifact)
 
