@@ -188,15 +188,9 @@ def fleet_topics(known: Known, topic: str) -> Iterator[tuple[str, str]]:
         yield from _entity(topic, "binary_sensor", f"device_{device.id}", device.id, is_online, more)
     for record in known.store.shown_federations():
         facts = current_round(known, record.id)
-        of_round: dict[str, object] = {
-            "status": facts.status,
-            "phase": facts.phase,
-            "rounds": facts.rounds,
-            "online": facts.online,
-        }
-        yield from _entity(
-            topic, "sensor", f"federation_{record.id}", f"Round of {record.id}", str(facts.round), of_round
-        )
+        more = {name: getattr(facts, name) for name in ("status", "phase", "rounds", "online")}
+        name, title = f"federation_{record.id}", f"Round of {record.id}"
+        yield from _entity(topic, "sensor", name, title, str(facts.round), more)
 
 
 def _entity(

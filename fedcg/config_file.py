@@ -53,14 +53,14 @@ def listed(source: str, problems: Iterable[str]) -> str:
     return f"{source}: {len(lines)} problem{'s' if len(lines) != 1 else ''}{''.join(lines)}"
 
 
-def read_values(path: Path, failure: type[FedcgError]) -> tuple[str, dict[str, Any]]:
-    """The text of a TOML file, and its values.
+def read_values(path: Path, failure: type[FedcgError], text: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The text of a TOML file (`text` if it is read already), and its values.
 
     Raises:
         Exception: a `failure`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if text is None else text
         return text, tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise failure(listed(str(path), [f"this is not valid TOML: {error}"])) from error
@@ -71,7 +71,11 @@ def read_values(path: Path, failure: type[FedcgError]) -> tuple[str, dict[str, A
 
 
 def read_toml(
-    path: Path, model: type[ModelT], failure: type[FedcgError], change: Change = lambda _: ({}, [])
+    path: Path,
+    model: type[ModelT],
+    failure: type[FedcgError],
+    change: Change = lambda _: ({}, []),
+    text: str | None = None,
 ) -> ModelT:
     """Read a file into its schema.
 
@@ -80,11 +84,12 @@ def read_toml(
         model: its schema.
         failure: the error that is raised.
         change: replaces values; returns the origins of the new values and the problems with them.
+        text: the file's content if it is read already; `path` then only names it.
 
     Raises:
         Exception: a `failure` that lists every problem with its line and a hint.
     """
-    text, values = read_values(path, failure)
+    text, values = read_values(path, failure, text)
     origins, problems = change(values)
     try:
         read = model.model_validate(values)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 api_token_app = typer.Typer(help="Create, list and revoke the API tokens of people and programs.", no_args_is_help=True)
 
 
-@api_token_app.command("create")
-@asks
+@asks(api_token_app, "create")
 def token_create(
     client: Client,
     name: Annotated[str, typer.Option("--name", help="Name of the person or program, for the audit log.")],
@@ -50,8 +49,7 @@ def token_create(
     )
 
 
-@api_token_app.command("list")
-@asks
+@asks(api_token_app, "list")
 def token_list(client: Client) -> Result:
     """List all API tokens. Their secrets are not stored.
 
@@ -62,8 +60,7 @@ def token_list(client: Client) -> Result:
     return found, table(columns, map(_row, found), "No tokens yet.\nNext: fedcg coordinator token create")
 
 
-@api_token_app.command("revoke")
-@asks
+@asks(api_token_app, "revoke")
 def token_revoke(
     client: Client, token: Annotated[str, typer.Argument(help="Token id, from `fedcg coordinator token list`.")]
 ) -> Result:
@@ -78,8 +75,7 @@ def token_revoke(
 session_app = typer.Typer(help="List and end open sessions of the page.", no_args_is_help=True)
 
 
-@session_app.command("list")
-@asks
+@asks(session_app, "list")
 def session_list(client: Client) -> Result:
     """List the open sessions of the page: all for an admin, else your own.
 
@@ -91,8 +87,7 @@ def session_list(client: Client) -> Result:
     return found, table(columns, rows, "No open sessions.")
 
 
-@session_app.command("end")
-@asks
+@asks(session_app, "end")
 def session_end(
     client: Client, session: Annotated[str, typer.Argument(help="Session id, from `fedcg coordinator session list`.")]
 ) -> Result:
@@ -208,8 +203,7 @@ def coordinator_run(
     raise typer.Exit(code)
 
 
-@coordinator_app.command("status")
-@asks
+@asks(coordinator_app, "status")
 def coordinator_status(
     client: Client,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 on problems or if it is not running.")] = False,
@@ -229,8 +223,7 @@ def coordinator_status(
     return values, text, FAILED if check and (problems or not runs) else 0
 
 
-@coordinator_app.command("notify")
-@asks
+@asks(coordinator_app, "notify")
 def coordinator_notify(
     client: Client,
     channel: Annotated[str, typer.Argument(help="webhook, mail or mqtt; empty lists all channels.")] = "",

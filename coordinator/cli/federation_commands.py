@@ -67,8 +67,7 @@ def federation_plan(
     return wanted.model_dump(mode="json"), f"{usable}\nNext: fedcg federation create {plan}"
 
 
-@federation_app.command("create")
-@asks
+@asks(federation_app, "create")
 def federation_create(
     client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], start: Start = True
 ) -> Result:
@@ -79,8 +78,7 @@ def federation_create(
     return _opened(client, plan, start=start, continued_from=None)
 
 
-@federation_app.command("continue")
-@asks
+@asks(federation_app, "continue")
 def federation_continue(
     client: Client,
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
@@ -97,8 +95,7 @@ def federation_continue(
     return _opened(client, plan, start=start, continued_from=client.federation(federation))
 
 
-@federation_app.command("duplicate")
-@asks
+@asks(federation_app, "duplicate")
 def federation_duplicate(client: Client, federation: Named = None) -> Result:
     """Print a plan for another federation like this one, under the next free id. Nothing is created.
 
@@ -110,8 +107,7 @@ def federation_duplicate(client: Client, federation: Named = None) -> Result:
     return plan, plan_text(plan)
 
 
-@federation_app.command("list")
-@asks
+@asks(federation_app, "list")
 def federation_list(
     client: Client,
     archived: Annotated[bool, typer.Option("--all", "--archived", help="Include archived federations.")] = False,
@@ -130,8 +126,7 @@ def federation_list(
     return found, federations_table(found)
 
 
-@federation_app.command("show")
-@asks
+@asks(federation_app, "show")
 def federation_show(client: Client, federation: Named = None) -> Result:
     """Show the status, updates, policy and codecs of a federation.
 
@@ -150,8 +145,7 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     return found, text + (f"\n\n{table((*names[:-1], 'local-only'), rows, '')}" if rows else "")
 
 
-@federation_app.command("start")
-@asks
+@asks(federation_app, "start")
 def federation_start(client: Client, federation: Named = None) -> Result:
     """Start a federation that was created with --no-start.
 
@@ -160,8 +154,7 @@ def federation_start(client: Client, federation: Named = None) -> Result:
     return _steered(client, federation, "start")
 
 
-@federation_app.command("pause")
-@asks
+@asks(federation_app, "pause")
 def federation_pause(client: Client, federation: Named = None, reason: Reason = "") -> Result:
     """Pause a federation. The open attempt finishes normally; no further one opens.
 
@@ -170,8 +163,7 @@ def federation_pause(client: Client, federation: Named = None, reason: Reason = 
     return _steered(client, federation, "pause", {"reason": reason}, "to continue, fedcg federation resume {}")
 
 
-@federation_app.command("resume")
-@asks
+@asks(federation_app, "resume")
 def federation_resume(client: Client, federation: Named = None) -> Result:
     """Resume a federation that an operator paused or that stalled, or open the next attempt after a failed one without a delay.
 
@@ -180,8 +172,7 @@ def federation_resume(client: Client, federation: Named = None) -> Result:
     return _steered(client, federation, "resume")
 
 
-@federation_app.command("stop")
-@asks
+@asks(federation_app, "stop")
 def federation_stop(client: Client, federation: Named = None, reason: Reason = "") -> Result:
     """Stop a federation now. Its devices keep the last aggregate; an open attempt fails.
 
@@ -191,8 +182,7 @@ def federation_stop(client: Client, federation: Named = None, reason: Reason = "
     return _steered(client, federation, "stop", {"reason": reason}, following)
 
 
-@federation_app.command("archive")
-@asks
+@asks(federation_app, "archive")
 def federation_archive(client: Client, federation: Named = None) -> Result:
     """Hide an ended federation from the lists and the page. All its data is kept.
 
@@ -204,8 +194,7 @@ def federation_archive(client: Client, federation: Named = None) -> Result:
     return _steered(client, federation, "archive", following=following)
 
 
-@federation_app.command("extend")
-@asks
+@asks(federation_app, "extend")
 def federation_extend(
     client: Client,
     rounds: Annotated[int, typer.Option(min=1, max=100_000, help="Number of rounds to add.")],
@@ -226,8 +215,7 @@ _FORGOTTEN = (
 )
 
 
-@federation_app.command("forget")
-@asks
+@asks(federation_app, "forget")
 def federation_forget(
     client: Client,
     federation: Annotated[str, typer.Argument(help="Federation id.")],
@@ -245,8 +233,7 @@ def federation_forget(
     return _steered(client, federation, "forget", {"devices": devices}, _FORGOTTEN)
 
 
-@federation_app.command("set")
-@asks
+@asks(federation_app, "set")
 def federation_set(
     client: Client,
     changes: Annotated[
@@ -276,8 +263,7 @@ def federation_set(
     return {"federation": federation, "policy": policy}, "\n".join(lines)
 
 
-@federation_app.command("policy")
-@asks
+@asks(federation_app, "policy")
 def federation_policy(client: Client, federation: Named = None) -> Result:
     """Show the policy and its last changes. `fedcg federation set` changes it.
 
@@ -291,8 +277,7 @@ def federation_policy(client: Client, federation: Named = None) -> Result:
     return {"policy": policy, "changes": changes}, f"{values}\n\n{told}"
 
 
-@federation_app.command("worth")
-@asks
+@asks(federation_app, "worth")
 def federation_worth(client: Client, federation: Named = None) -> Result:
     """Show each client's gain over its local-only model, worst first, with the 95 % interval over its last rounds, in points.
 
@@ -308,8 +293,7 @@ def federation_worth(client: Client, federation: Named = None) -> Result:
     return found, table(columns, rows, "No client has sent an update yet.")
 
 
-@federation_app.command("models")
-@asks
+@asks(federation_app, "models")
 def federation_models(client: Client, federation: Named = None) -> Result:
     """List the versions of the shared model, newest first.
 
@@ -323,8 +307,7 @@ def federation_models(client: Client, federation: Named = None) -> Result:
     return found, table(("round", "created", "merged", "bytes", "accuracy", "pinned"), rows, "")
 
 
-@federation_app.command("compare")
-@asks
+@asks(federation_app, "compare")
 def federation_compare(
     client: Client,
     federation: Annotated[str, typer.Argument(help="Federation id.")],
@@ -343,8 +326,7 @@ def federation_compare(
     return found, table(("figure", first, second), rows, "")
 
 
-@federation_app.command("pin")
-@asks
+@asks(federation_app, "pin")
 def federation_pin(
     client: Client,
     federation: Annotated[str, typer.Argument(help="Federation id.")],
@@ -362,8 +344,7 @@ def federation_pin(
     return {"round": number, "pinned": None if remove else label or "pinned"}, f"round {number}: {kept}"
 
 
-@federation_app.command("download")
-@asks
+@asks(federation_app, "download")
 def federation_download(
     client: Client,
     federation: Annotated[str, typer.Argument(help="Federation id.")],
@@ -384,8 +365,7 @@ def federation_download(
     return {"file": str(out), "bytes": len(data)}, f"{out}: {len(data)} bytes"
 
 
-@federation_app.command("reconcile")
-@asks
+@asks(federation_app, "reconcile")
 def federation_reconcile(
     client: Client,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Output of `fedcg agent sent --json` on a device.")],

@@ -27,8 +27,7 @@ device_app = typer.Typer(
 )
 
 
-@token_app.command("create")
-@asks
+@asks(token_app, "create")
 def token_create(
     client: Client,
     device: Annotated[
@@ -71,8 +70,7 @@ def token_create(
     )
 
 
-@token_app.command("list")
-@asks
+@asks(token_app, "list")
 def token_list(client: Client) -> Result:
     """List all enrolment tokens, with the steps that their devices have reached. Their secrets are not stored.
 
@@ -83,8 +81,7 @@ def token_list(client: Client) -> Result:
     return found, table(columns, map(_token_row, found), "No tokens yet.\nNext: fedcg token create")
 
 
-@token_app.command("revoke")
-@asks
+@asks(token_app, "revoke")
 def token_revoke(
     client: Client, token: Annotated[str, typer.Argument(help="Token id, from `fedcg token list`.")]
 ) -> Result:
@@ -123,8 +120,7 @@ def device_add(
     return {"devices": devices, "broker_reloaded": reloaded}, "\n".join(lines)
 
 
-@device_app.command("list")
-@asks
+@asks(device_app, "list")
 def device_list(
     client: Client,
     search: Annotated[
@@ -150,8 +146,7 @@ def device_list(
     return found, _devices(found)
 
 
-@device_app.command("show")
-@asks
+@asks(device_app, "show")
 def device_show(client: Client, device: Device) -> Result:
     """Show the state, keys and certificates of a device.
 
@@ -169,8 +164,7 @@ def device_show(client: Client, device: Device) -> Result:
     return values, "\n".join(lines)
 
 
-@device_app.command("disable")
-@asks
+@asks(device_app, "disable")
 def device_disable(client: Client, device: Device, reason: Reason = "") -> Result:
     """Stop inviting a device to rounds until it is enabled again. It stays enrolled.
 
@@ -180,8 +174,7 @@ def device_disable(client: Client, device: Device, reason: Reason = "") -> Resul
     return values, f"{_devices([values])}\nNext: to invite it again, fedcg device enable {device}"
 
 
-@device_app.command("enable")
-@asks
+@asks(device_app, "enable")
 def device_enable(client: Client, device: Device) -> Result:
     """Invite a disabled device again.
 
@@ -191,8 +184,7 @@ def device_enable(client: Client, device: Device) -> Result:
     return values, _devices([values])
 
 
-@device_app.command("set")
-@asks
+@asks(device_app, "set")
 def device_set(
     client: Client,
     device: Device,
@@ -210,8 +202,7 @@ def device_set(
     return values, _devices([values])
 
 
-@device_app.command("readmit")
-@asks
+@asks(device_app, "readmit")
 def device_readmit(client: Client, device: Device) -> Result:
     """Invite a device again that is left out of rounds after repeated failures; they no longer count.
 
@@ -221,8 +212,7 @@ def device_readmit(client: Client, device: Device) -> Result:
     return values, _devices([values])
 
 
-@device_app.command("revoke")
-@asks
+@asks(device_app, "revoke")
 def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result:
     """Revoke a device: its certificates, its keys and any open session. No round waits for it.
 

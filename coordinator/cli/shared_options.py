@@ -1,6 +1,6 @@
 """Shared by the coordinator's commands: options, and opening a home. Heavy imports happen inside.
 
-`asks` adds `--json` (as `prints` does) and the options that name a coordinator to a command. It passes a client of that
+`asks` adds a command with `--json` (as `prints` does) and the options that name a coordinator. It passes a client of that
 coordinator to the function.
 """
 
@@ -38,20 +38,25 @@ Named = Annotated[str | None, typer.Argument(help="Federation id. Default: see `
 Reason = Annotated[str, typer.Option("--reason", help="Reason for the event log, e.g. maintenance.")]
 
 
-def asks(command: Callable[..., Result]) -> Callable[..., None]:
-    """A command whose function takes, before its own options, a client of the coordinator that `--dir` or `--url` names."""
+def asks(app: typer.Typer, name: str) -> Callable[[Callable[..., Result]], Callable[..., None]]:
+    """Add a command whose function takes, before its own options, a client of the coordinator that `--dir` or `--url` names."""
 
-    def ask(*, directory: Path | None, url: str | None, **given: Any) -> Result:
-        from coordinator.cli.client import client_of
+    def add(command: Callable[..., Result]) -> Callable[..., None]:
+        def ask(*, directory: Path | None, url: str | None, **given: Any) -> Result:
+            from coordinator.cli.client import client_of
 
-        with client_of(directory, url) as client:
-            result = command(client, **given)
-        text, place = result[1], f" --url {url}" if url else f" --dir {shlex.quote(str(directory))}"
-        if url or os.environ.get(HOME_VARIABLE) != str(directory):  # the suggested command names the same coordinator
-            text = _NEXT.sub(lambda line: _COMMAND.sub(lambda named: named[0] + place, line[0]), text)
-        return (result[0], text) if len(result) == 2 else (result[0], text, result[2])
+            with client_of(directory, url) as client:
+                result = command(client, **given)
+            text, place = result[1], f" --url {url}" if url else f" --dir {shlex.quote(str(directory))}"
+            if url or os.environ.get(HOME_VARIABLE) != str(
+                directory
+            ):  # the suggested command names the same coordinator
+                text = _NEXT.sub(lambda line: _COMMAND.sub(lambda named: named[0] + place, line[0]), text)
+            return (result[0], text) if len(result) == 2 else (result[0], text, result[2])
 
-    return prints(with_options(ask, command, directory=(Somewhere, None), url=(Url, None)))
+        return app.command(name)(prints(with_options(ask, command, directory=(Somewhere, None), url=(Url, None))))
+
+    return add
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Facts side by side: two versions of a federation's shared model, or two of its devices."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, TypeVar
 
 from coordinator.errors import NotFoundError, SteeringError
 from coordinator.facts.known import Known
-from coordinator.facts.models import ClassWorth, ModelVersion, by_class, model_versions, served_models, worth
+from coordinator.facts.models import ModelVersion, by_class, model_versions, served_models, worth
 from coordinator.rounds.records import UpdateRecord
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.validation import base_in
@@ -65,7 +64,7 @@ def _of_versions(
         {each.client: each for each in updates if each.round == number + 1 and each.outcome is Outcome.ACCEPTED}
         for number in (one.round, other.round)
     ]
-    yield from _by_class(*(by_class(known, federation, some) for some in trained))
+    yield from _by_class(known, federation, trained)
     yield from _drift(known, federation, one, other, read)
 
 
@@ -98,8 +97,9 @@ def _of_devices(
     yield ComparedFigure("mean gain of the last rounds", a.mean, b.mean, "share")
     yield ComparedFigure("training images", a.examples, b.examples, "number")
     yield ComparedFigure("round of the last update", a.round, b.round, "number")
-    yield from _by_class(*(by_class(known, federation, {each: last[each]}) for each in (first, second)))
-    yield from _moved(last[first], last[second])
+    yield from _by_class(known, federation, [{each: last[each]} for each in (first, second)])
+    distances = ({part.value: far for part, far in last[each].distance_of.items()} for each in (first, second))
+    yield from _each("L2 distance of its {} from the round's base", "number", *distances)
     served = {each.device: each.model for each in served_models(known, federation)}
     figures = [_of_export(served[each]) if each in served else {} for each in (first, second)]
     for what, unit in {**figures[0], **figures[1]}:
@@ -115,16 +115,17 @@ def _of_export(model: ServedModel) -> dict[tuple[str, Unit], int | float | str |
     return found
 
 
-def _moved(one: UpdateRecord, other: UpdateRecord) -> Iterator[ComparedFigure]:
-    a, b = (json.loads(each.distances or "{}") for each in (one, other))
-    for part in {**a, **b}:
-        yield ComparedFigure(f"L2 distance of its {part} from the round's base", a.get(part), b.get(part), "number")
+def _by_class(known: Known, federation: str, trained: Iterable[Mapping[str, UpdateRecord]]) -> Iterator[ComparedFigure]:
+    classes = ({each.name: each.personal for each in by_class(known, federation, some)} for some in trained)
+    yield from _each("accuracy of class {}", "share", *classes)
 
 
-def _by_class(one: list[ClassWorth], other: list[ClassWorth]) -> Iterator[ComparedFigure]:
-    a, b = ({each.name: each.personal for each in some} for some in (one, other))
-    for name in {**a, **b}:
-        yield ComparedFigure(f"accuracy of class {name}", a.get(name), b.get(name), "share")
+def _each(
+    what: str, unit: Unit, one: Mapping[str, float | None], other: Mapping[str, float | None]
+) -> Iterator[ComparedFigure]:
+    """A figure for each name in one of two mappings."""
+    for name in {**one, **other}:
+        yield ComparedFigure(what.format(name), one.get(name), other.get(name), unit)
 
 
 def _found(every: Mapping[KeyT, FoundT], key: KeyT, what: str) -> FoundT:

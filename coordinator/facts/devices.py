@@ -356,11 +356,9 @@ def _facts(
     participates = [federation for federation, state in states.items() if device.id in state.participants]
     reported, described = ({}, {}) if last is None else (last.reported, last.described)
     report = reported if online else {}
-    left_out = {
-        federation: reason
-        for federation, state in states.items()
-        if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
-    }
+    reasons = {name: state.barred.get(device.id) or state.left_out.get(device.id) for name, state in states.items()}
+    left_out = {name: reason for name, reason in reasons.items() if reason}
+    odd = {name: each for name, one in services.items() if (each := one.round_driver.odd.get(device.id)) is not None}
     return DeviceFacts(
         **vars(device),
         seen_at=known.now if online else device.last_seen_at,
@@ -368,19 +366,11 @@ def _facts(
         online=online,
         participates=participates,
         left_out=left_out,
-        odd={
-            federation: f"round {odd.round}: {odd.reason}"
-            for federation, service in services.items()
-            if (odd := service.round_driver.odd.get(device.id)) is not None
-        },
+        odd={name: f"round {each.round}: {each.reason}" for name, each in odd.items()},
         refused=sum(service.refused_of(device.id) for service in services.values()),
         silenced=device.id in live.silenced
         or any(service.floods.is_silenced(device.id) for service in services.values()),
-        progress={
-            federation: progress
-            for federation, board in live.progress.items()
-            if (progress := board.get(device.id)) is not None
-        },
+        progress={name: board[device.id] for name, board in live.progress.items() if device.id in board},
         certificate_expires_at=expires_at,
         certificate_days=(expires_at - known.now) / DAY_S if expires_at is not None and is_member else None,
         certificates=[

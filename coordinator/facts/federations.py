@@ -15,7 +15,6 @@ from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 from fedcg.learning.spec import RoundPolicy
 from fedcg.values import Value
-from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import Part, Report, ReportField
 
 
@@ -118,12 +117,8 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
     return FederationFacts(
         **asdict(_position(record, state)),
         **{name: getattr(spec, name) for name in ("classes", "upload", "sealed", "report", "codec", "aggregate_codec")},
-        method=record.method,
-        spec=record.spec,
-        policy=record.policy,
-        continued_from=record.continued_from,
+        **{name: getattr(record, name) for name in ("method", "spec", "policy", "continued_from", "created_at")},
         forgotten=record.forgotten.split(),
-        created_at=record.created_at,
         connected=service is not None and service.is_connected,
         epoch=None if service is None else service.epoch,
         aggregate=aggregates[-1].artifact if aggregates else None,
@@ -354,11 +349,7 @@ def _clients(
     known: Known, attempt: records.AttemptRecord, state: RoundState, service: Service | None
 ) -> list[ClientNow]:
     progress = {} if service is None else service.progress
-    updates = {
-        each.client: each
-        for each in known.store.updates(attempt.federation, attempt.at)
-        if each.outcome is Outcome.ACCEPTED
-    }
+    updates = known.store.accepted(attempt.federation, attempt.at)
     return [
         _client(person, state, service, progress.get(person.client), updates.get(person.client))
         for person in known.store.participants(attempt.federation, attempt.at)

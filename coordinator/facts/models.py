@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from coordinator.facts.known import Known
 from coordinator.rounds.records import UpdateRecord
@@ -211,23 +211,10 @@ def _of_client(
     verdict: Verdict = "unknown" if mean is None else "undecided"
     if low is not None and high is not None:
         verdict = "loses" if high < 0 else "gains" if low > 0 else "undecided"
-    return ClientWorth(
-        last.client,
-        last.round,
-        last.accuracy,
-        last.alone,
-        last.reported.get("downloaded"),
-        last.reported.get("examples"),
-        last.gain,
-        mean,
-        rounds,
-        low,
-        high,
-        verdict,
-        int(size),
-        seconds,
-        joules,
-    )
+    of_update = {name: getattr(last, name) for name in ("client", "round", "accuracy", "alone", "gain")}
+    reported: dict[str, Any] = {name: last.reported.get(name) for name in ("downloaded", "examples")}
+    over_rounds: dict[str, Any] = {"mean": mean, "rounds": rounds, "low": low, "high": high, "verdict": verdict}
+    return ClientWorth(**of_update, **reported, **over_rounds, size=int(size), seconds=seconds, joules=joules)
 
 
 def by_class(known: Known, federation: str, last: Mapping[str, UpdateRecord]) -> list[ClassWorth]:

@@ -125,14 +125,13 @@ def sent(known: Known, federation: str, in_full: bool = False, device: str | Non
         raise NotFoundError(f"no complete update of {device!r} to {record.id} has arrived")
     volumes, reporting = overview.volumes(record.id), {each.device for each in served_models(known, federation)}
     devices, service = [], known.services.get(federation)
+    readings = {} if service is None else service.conditions.readings
     for client, last in sorted(overview.last_deliveries(record.id, device).items()):
         updates, size = volumes.get(client, (1, last.size))
-        of_itself = {
-            "model": client in reporting,
-            "telemetry": service is not None and client in service.conditions.readings,
-        }
+        of_itself = {"model": client in reporting, "telemetry": client in readings}
         listed = every[client] or [last]
-        fields = sorted(_fields(listed) | {name for name, is_told in of_itself.items() if is_told})
+        told = {name for each in listed for name in each.reported}
+        fields = sorted(told | {name for name, is_told in of_itself.items() if is_told})
         pairs = sorted({pair for each in listed for pair in each.described.items()})
         facts = {name: [value for key, value in pairs if key == name] for name, _ in pairs}
         periods: dict[str, tuple[int, int]] = {}
@@ -225,10 +224,8 @@ def compare_records(record: OwnRecord, federation: str, stored: Sequence[Mapping
     Raises:
         ValidationError: not the output of `fedcg agent sent --json`.
     """
-    own, here = (
-        {each.artifact: each for each in record.updates(federation)},
-        {each["artifact"]: each for each in stored},
-    )
+    own = {each.artifact: each for each in record.updates(federation)}
+    here = {each["artifact"]: each for each in stored}
     first = min((each["t"] for each in record.items if isinstance(each.get("t"), float)), default=math.inf)
     same, earlier, found = 0, 0, []
     for artifact in {**here, **own}:
@@ -263,10 +260,6 @@ def _when(field: ReportField, spec: FederationSpec) -> str:
 
 def _words(name: str) -> str:
     return re.sub(r"\B([A-Z])", r" \1", name).lower()
-
-
-def _fields(deliveries: list[UpdateRecord]) -> set[str]:
-    return {name for each in deliveries for name in each.reported}
 
 
 def _parts(spec: FederationSpec) -> list[PartSent]:

@@ -10,7 +10,7 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from fastapi import Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, TypeAdapter
+from starlette.datastructures import MutableHeaders
 
 from coordinator.config import LOOPBACK_HOSTS, OidcSettings
 from coordinator.http.oidc import FLOW_COOKIE, Oidc
@@ -40,7 +41,6 @@ FORM_FIELD = "form_token"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 20
 """Open sessions of one account; a further one ends the oldest."""
-FORM_MEDIA = "application/x-www-form-urlencoded"
 MAX_FIELDS = 1000
 READING = ("GET", "HEAD", "OPTIONS")
 PER_TOKEN = Rate(200, 50.0)
@@ -226,7 +226,7 @@ class Access:
         if request.headers.get(ACTION_HEADER) == "1":
             return
         given = ""
-        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == FORM_MEDIA:
+        if is_form(request.headers.get("Content-Type", "")):
             given = form_fields(await request.body()).get(FORM_FIELD, "")
         if not hmac.compare_digest(self.form_token(session).encode(), given.encode()):
             raise ProblemError(
@@ -272,6 +272,11 @@ def access_of(request: Request) -> Access:
 def address_of(request: Request) -> str:
     """The client's address of a request."""
     return "unknown" if request.client is None else request.client.host
+
+
+def is_form(media: str) -> bool:
+    """Whether a content type is that of a form."""
+    return media.partition(";")[0].strip().lower() == "application/x-www-form-urlencoded"
 
 
 def form_fields(body: bytes) -> dict[str, str]:
@@ -326,10 +331,10 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
 MAX_BODY_BYTES = 256 * 1024
 PER_ADDRESS = Rate(500, 100.0)
 HEADERS = {
-    b"content-security-policy": b"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
-    b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
-    b"cache-control": b"no-store",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
 }
 """Added to answers that do not set them. CORS is off: no header allows other sites to read anything."""
 
@@ -406,10 +411,9 @@ def _too_large() -> ProblemError:
 def _with_headers(send: Any) -> Any:
     async def send_with_headers(message: Any) -> None:
         if message["type"] == "http.response.start":
-            own: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
-            known = {name.lower() for name, _ in own}
-            added = [(name, value) for name, value in HEADERS.items() if name not in known]
-            message = {**message, "headers": [*own, *added]}
+            own = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                own.setdefault(name, value)
         await send(message)
 
     return send_with_headers

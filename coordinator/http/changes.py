@@ -22,7 +22,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
+from coordinator.http.access import FORM_FIELD, READING, access_of, address_of, form_fields, is_form, unauthorised
 from coordinator.http.refusals import UNFORESEEN, USED_KIND, CountedEvent, ProblemError, problem_of, too_many
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.member_store import ApiStore
@@ -279,11 +279,7 @@ def _content(body: bytes, media: str) -> str:
         ProblemError: 422, it is longer than an audit line, so the change is refused.
     """
     try:
-        values = (
-            form_fields(body)
-            if media.partition(";")[0].strip().lower() == FORM_MEDIA
-            else json.loads(body or b"{}", object_pairs_hook=_once)
-        )
+        values = form_fields(body) if is_form(media) else json.loads(body or b"{}", object_pairs_hook=_once)
         if isinstance(values, dict):
             values = {name: "(hidden)" if name in SECRET_FIELDS else value for name, value in values.items()}
         content = json.dumps(_shortened(values))

@@ -14,6 +14,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, Json
 
 from coordinator.errors import NotFoundError
@@ -81,9 +82,10 @@ def known_from(request: Request) -> Known:
     return known_of(request.app.state.coordinator, request.app.state.home.root)
 
 
-def reading(role: Role) -> APIRouter:
-    """A router for routes under /api/v1 that this role may read."""
-    return APIRouter(prefix="/api/v1", dependencies=[Depends(require(role))], responses=PROBLEMS, tags=["read"])
+def routes(role: Role, tag: str, kind: type[APIRoute] = APIRoute) -> APIRouter:
+    """A router for routes under /api/v1 that this role may use: to read, or with the kind `ChangeRoute` to make changes."""
+    needed = [Depends(require(role))]
+    return APIRouter(prefix="/api/v1", route_class=kind, dependencies=needed, responses=PROBLEMS, tags=[tag])
 
 
 Now = Annotated[Known, Depends(known_from)]
@@ -100,7 +102,7 @@ ItemT = TypeVar("ItemT")
 health = APIRouter()
 """Routes without a token."""
 plain = APIRouter(dependencies=[Depends(require(Role.VIEWER))])
-router, operating, admin = reading(Role.VIEWER), reading(Role.OPERATOR), reading(Role.ADMIN)
+router, operating, admin = routes(Role.VIEWER, "read"), routes(Role.OPERATOR, "read"), routes(Role.ADMIN, "read")
 
 
 @health.head("/healthz", include_in_schema=False)
@@ -455,17 +457,10 @@ def operations_of(request: Request) -> Operations:
     return replace(operations, by=request.state.identity.name)
 
 
-def changing(role: Role) -> APIRouter:
-    """A router for routes under /api/v1 with which this role may make changes."""
-    needed = [Depends(require(role))]
-    return APIRouter(
-        prefix="/api/v1", route_class=ChangeRoute, dependencies=needed, responses=PROBLEMS, tags=["change"]
-    )
-
-
 Doing = Annotated[Operations, Depends(operations_of)]
 NO_REASON = Reason()
-steering, steering_admin, own = changing(Role.OPERATOR), changing(Role.ADMIN), changing(Role.VIEWER)
+own, steering = routes(Role.VIEWER, "change", ChangeRoute), routes(Role.OPERATOR, "change", ChangeRoute)
+steering_admin = routes(Role.ADMIN, "change", ChangeRoute)
 
 
 @steering.post("/federations", status_code=201)

@@ -42,7 +42,11 @@ def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes for the coordinator in one federation and epoch. Thread-safe."""
+    """Publishes for the coordinator in one federation and epoch. Thread-safe.
+
+    Attributes:
+        sender: sends chunks.
+    """
 
     transport: Transport
     topics: Topics
@@ -53,7 +57,7 @@ class Publisher:
     limits: LinkLimits = PRESETS[DEFAULT_PRESET]
 
     def __post_init__(self) -> None:
-        self._sender = ChunkSender(self.transport, "chunks")
+        self.sender = ChunkSender(self.transport, "chunks")
         self._lock = threading.Lock()  # messages of a session are sent in the order of their counters
 
     @property
@@ -176,11 +180,7 @@ class Publisher:
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
         """Send the chunks that a device requested, at the link's speed; the device requests lost chunks again."""
-        self._sender.serve(self.topics.down_chunk(device), source, ranges)
-
-    def forget(self, artifact: str) -> None:
-        """Stop sending a deleted artifact."""
-        self._sender.forget(artifact)
+        self.sender.serve(self.topics.down_chunk(device), source, ranges)
 
     def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
         """Send an aggregate to all devices, paced, at most once. Devices request missing chunks.
@@ -190,19 +190,11 @@ class Publisher:
         if self.sessions.carriers == {schemas.Carrier.HTTPS}:
             return
         burst = self.limits.window.chunks_of(source.ref.chunk_bytes)
-        self._sender.broadcast(self.topics.aggregate, source, is_current, self.limits.broadcast_bytes_per_s, burst)
+        self.sender.broadcast(self.topics.aggregate, source, is_current, self.limits.broadcast_bytes_per_s, burst)
 
     def carrier(self, device: str) -> schemas.Carrier:
         """The carrier of a device's artifacts."""
         return self.sessions.carrier(device)
-
-    def start(self) -> None:
-        """Start sending chunks."""
-        self._sender.start()
-
-    def close(self) -> None:
-        """Stop sending chunks."""
-        self._sender.close()
 
     def _to(self, recipient: str, at: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> dict[str, Any]:
         return _envelope(self.topics.federation, self.epoch, recipient, at)

@@ -123,22 +123,28 @@ def example_plan(*, is_frozen: bool = False) -> str:
     return text
 
 
-def read_plan(path: Path, *, in_full: bool = False, complete: Complete | None = None) -> FederationPlan:
+def read_plan(
+    path: Path, *, in_full: bool = False, complete: Complete | None = None, text: str | None = None
+) -> FederationPlan:
     """Read an operator's plan.
 
     Args:
         path: the file.
         in_full: also complete it as `create` does, without writing anything; takes seconds.
         complete: how to complete it, if needed for `in_full` or an error; None starts a process.
+        text: its content if it is read already; `path` then only names it.
 
     Raises:
         PlanError: not TOML, or invalid values; names all of them, including those that the method and the networks reject.
     """
 
     def refused(values: dict[str, Any]) -> tuple[Mapping[Place, str], list[str]]:
-        return {}, numbered(path.read_text(encoding="utf-8"), _refused_in_full(values, complete, even_right=in_full))
+        return {}, numbered(
+            path.read_text(encoding="utf-8") if text is None else text,
+            _refused_in_full(values, complete, even_right=in_full),
+        )
 
-    return read_toml(path, OperatorPlan, PlanError, refused)
+    return read_toml(path, OperatorPlan, PlanError, refused, text)
 
 
 def _refused_in_full(values: dict[str, Any], complete: Complete | None, *, even_right: bool) -> list[str]:
@@ -187,9 +193,7 @@ def check_plan(plan: FederationPlan, complete: Complete | None = None) -> None:
 
 def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
     """An error if the clients are too few for the method's sealed sums, else an empty text."""
-    if not spec.sealed:
-        return ""
-    if min_clients >= MIN_SUM_DEVICES:
+    if not spec.sealed or min_clients >= MIN_SUM_DEVICES:
         return ""
     names = ", ".join(part.value for part in spec.sealed)
     return (

@@ -210,10 +210,7 @@ class Operations(Value):
             SteeringError: it has not ended yet.
         """
         record = federation_of(self.store, federation)
-        if (
-            not (record.status.is_ended or self._is_finished(federation))
-            and record.status is not FederationStatus.CREATED
-        ):
+        if record.status is not FederationStatus.CREATED and not self._is_over(record):
             raise SteeringError(f"{federation} has not ended; `fedcg federation stop {federation}` stops it")
         return self._change(record, FederationStatus.ARCHIVED, record.status_reason)
 
@@ -230,7 +227,7 @@ class Operations(Value):
         record = federation_of(self.store, federation)
         check(record.policy)
         policy = self._changed(record, changes)
-        if policy.rounds != record.policy.rounds and (record.status.is_ended or self._is_finished(federation)):
+        if policy.rounds != record.policy.rounds and self._is_over(record):
             raise SteeringError(f"{federation} ended; `fedcg federation extend {federation} --rounds N` adds rounds")
         self._set_policy(record, policy, changes)
         return self._followed(federation)
@@ -252,13 +249,11 @@ class Operations(Value):
         record = federation_of(self.store, federation)
         if rounds < 1:
             raise SteeringError(f"rounds = {rounds}: add at least 1")
-        if not record.status.is_ended:
-            more = {"rounds": record.policy.rounds + rounds}
-            self._set_policy(record, self._changed(record, more), more)
-            return self._followed(federation)
         closed = self.store.aggregates(federation)[-1].round
-        more = {"rounds": closed + rounds}
+        more = {"rounds": (closed if record.status.is_ended else record.policy.rounds) + rounds}
         self._set_policy(record, self._changed(record, more), more)
+        if not record.status.is_ended:
+            return self._followed(federation)
         self.store.resume(federation)  # it may have stalled before
         return self._change(record, FederationStatus.RUNNING, resume=True)
 
@@ -413,13 +408,8 @@ class Operations(Value):
         """
         device_of(self.store, device)
         done = revoke(self.home, self.store, device, bounded_reason(reason), self.clock())
-        self.events.write(
-            "device_revoked",
-            client=device,
-            reason=reason,
-            certificates=done.certificates,
-            reloaded=done.broker_reloaded,
-        )
+        how = {"certificates": done.certificates, "reloaded": done.broker_reloaded}
+        self.events.write("device_revoked", client=device, reason=reason, **how)
         return done
 
     def create_enrolment_token(self, wanted: WantedToken) -> tuple[Token, TokenRecord]:
@@ -460,12 +450,9 @@ class Operations(Value):
 
     def _changed(self, record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
         """The policy of a federation with changed values, checked like a plan, and against its present round."""
-        fixed = [
-            name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields
-        ]
-        problems = [
-            f"{name}: can't change after creation; `fedcg federation continue` creates a new one" for name in fixed
-        ]
+        fixed = FederationPlan.model_fields.keys() - RoundPolicy.model_fields.keys()
+        why = "can't change after creation; `fedcg federation continue` creates a new one"
+        problems = [f"{name}: {why}" for name in changes if name in fixed]
         wanted = {name: value for name, value in changes.items() if name not in fixed}
         try:
             policy = RoundPolicy.model_validate({**record.policy.model_dump(), **wanted})
@@ -498,12 +485,12 @@ class Operations(Value):
             more = "`fedcg federation extend` adds rounds"
             raise SteeringError(f"{record.id} was {record.status.value}{why}; {more}")
 
-        if self._is_finished(record.id):
+        if self._is_over(record):
             more = f"`fedcg federation extend {record.id} --rounds N` adds rounds"
             raise SteeringError(f"{record.id} is finished: all its rounds are closed; {more}")
 
-    def _is_finished(self, federation: str) -> bool:
-        return self.store.round_state(federation).phase is Phase.FINISHED
+    def _is_over(self, record: FederationRecord) -> bool:
+        return record.status.is_ended or self.store.round_state(record.id).phase is Phase.FINISHED
 
     def _change(
         self, record: FederationRecord, status: FederationStatus, reason: str = "", *, resume: bool = False

@@ -1,6 +1,7 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
@@ -28,10 +29,9 @@ from coordinator.http.oidc import CALLBACK, FLOW_COOKIE, FLOW_PATH, FLOW_S
 from coordinator.http.operator_api import MAX_ID, OfAttempt, OfRound, made_token, operations_of, policy_tag, unchanged
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, tokens_csv
-from coordinator.notifications import Notifier
-from coordinator.operations.create_federation import example_plan
+from coordinator.operations.create_federation import example_plan, read_plan
 from coordinator.operations.operations import Operations
-from coordinator.page.plan_form import plan_of, plan_page, plan_text_of
+from coordinator.page.plan_form import plan_page, plan_text_of
 from coordinator.page.views import View, form_of, moment_of, own_path, plain_page, qr_code, see_other, view_of
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered, plain_value
@@ -245,8 +245,7 @@ def events(
 @router.get("/notifications")
 def notifications(view: Asked) -> Response:
     """The channels for messages about problems."""
-    notifier: Notifier = view.request.app.state.notifier
-    return view.render("notifications.html", channels=notifier.facts())
+    return view.render("notifications.html", channels=view.request.app.state.notifier.facts())
 
 
 @router.get("/sessions")
@@ -320,8 +319,11 @@ def _recent_events(known: Known, federation: str) -> list[Event]:
     return known.store.events.last(EventFilter(federation=federation, level="info"), ON_NOW)
 
 
+PLAN = Path("the plan")
+"""What errors call a plan without a file."""
 HOURS = ("1", "24", "168")
-CHANGES: dict[str, Callable[[Operations, str, Mapping[str, str]], object]] = {
+Change = Callable[[Operations, str, Mapping[str, str]], object]
+CHANGES: dict[str, Change] = {
     "start": lambda doing, federation, _: doing.start(federation),
     "pause": lambda doing, federation, fields: doing.pause(federation, fields.get("reason", "")),
     "resume": lambda doing, federation, _: doing.resume(federation),
@@ -330,13 +332,18 @@ CHANGES: dict[str, Callable[[Operations, str, Mapping[str, str]], object]] = {
     "extend": lambda doing, federation, fields: doing.extend(federation, _rounds(fields)),
 }
 """Changes of a federation by the last part of the form's URL."""
-BULK: dict[str, Callable[[Operations, str, dict[str, str]], object]] = {
+BULK: dict[str, Change] = {
     "disable": lambda doing, device, fields: doing.disable(device, fields.get("reason", "")),
-    "enable": lambda doing, device, _fields: doing.enable(device),
+    "enable": lambda doing, device, _: doing.enable(device),
     "label": lambda doing, device, fields: doing.describe(device, {"add_labels": [fields.get("label", "")]}),
     "unlabel": lambda doing, device, fields: doing.describe(device, {"remove_labels": [fields.get("label", "")]}),
 }
-"""Changes of several devices: the operation on each."""
+"""Changes of one or several devices."""
+OF_DEVICE = BULK | {
+    "readmit": lambda doing, device, _: doing.readmit(device),
+    "describe": lambda doing, device, fields: doing.describe(device, _described(fields)),
+}
+"""Changes of one device."""
 sessions = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 forms = APIRouter(
     route_class=ChangeRoute,
@@ -414,7 +421,7 @@ def make_token(view: Asked, fields: Fields) -> Response:
         text = tokens_csv([made_token(*each, data).model_dump() for each in made])
         return Response(text, 200, {"Content-Disposition": 'attachment; filename="tokens.csv"'}, "text/csv")
     token = made_token(*operations_of(view.request).create_enrolment_token(wanted), data)
-    view.changed()
+    view.recent.clear()
     return view.render("enrolment.html", **enrolment_values(view), made=token, code=qr_code(token.line))
 
 
@@ -422,14 +429,13 @@ def make_token(view: Asked, fields: Fields) -> Response:
 def delete_token(token: str, view: Asked) -> Response:
     """Revoke an enrolment token."""
     operations_of(view.request).revoke_enrolment_token(token)
-    return see_other("/enrolment")
+    return view.changed("/enrolment")
 
 
 @forms.post("/notifications/{channel}/test")
 def test_channel(channel: str, view: Asked) -> Response:
     """Send a test to a channel; the screen shows its outcome."""
-    notifier: Notifier = view.request.app.state.notifier
-    notifier.test(channel, view.known)
+    view.request.app.state.notifier.test(channel, view.known)
     return see_other("/notifications")
 
 
@@ -437,15 +443,14 @@ def test_channel(channel: str, view: Asked) -> Response:
 def change_devices(view: Asked, fields: Fields) -> Response:
     """Change several devices, and show what happened to each. The form has a field `device:ID` for each, so that the audit log names all."""
     action, results = fields.get("action", ""), {}
-    if action not in BULK:
-        raise SteeringError(f"{action!r} is not a change of devices; choose one of {', '.join(BULK)}")
+    change = _known(BULK, action)
     for device in (name.removeprefix("device:") for name in fields if name.startswith("device:")):
         try:
             results[device] = ""
-            BULK[action](operations_of(view.request), device, fields)
+            change(operations_of(view.request), device, fields)
         except SteeringError as error:  # noqa: PERF203 - each device has its own result
             results[device] = str(error)
-    view.changed()
+    view.recent.clear()
     label = fields.get("label", "")
     return view.render("confirm_devices.html", action=action, label=label, chosen=[], results=results)
 
@@ -453,21 +458,8 @@ def change_devices(view: Asked, fields: Fields) -> Response:
 @forms.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
     """Disable, enable, readmit or describe a device."""
-    operations = operations_of(view.request)
-    if action == "disable":
-        operations.disable(device, fields.get("reason", ""))
-    elif action == "enable":
-        operations.enable(device)
-    elif action == "readmit":
-        operations.readmit(device)
-    elif action == "describe":
-        labels = fields.get("labels", "").replace(",", " ").split()
-        changes = {"labels": labels, "site": fields.get("site"), "note": fields.get("note")}
-        operations.describe(device, changes)
-    else:
-        raise SteeringError(f"{action!r} is not a device action; choose disable, enable, readmit or describe")
-    view.changed()
-    return see_other(own_path(fields.get("to") or f"/devices/{device}"))
+    _known(OF_DEVICE, action)(operations_of(view.request), device, fields)
+    return view.changed(own_path(fields.get("to") or f"/devices/{device}"))
 
 
 @sessions.post("/federations/new/plan")
@@ -476,7 +468,7 @@ def show_plan(view: Asked, fields: Fields) -> Response:
     text = plan_text_of(fields)
     problems: list[str] = []
     try:
-        plan_of(text, lambda _: (0, ""))
+        read_plan(PLAN, complete=lambda _: (0, ""), text=text)
     except PlanError as error:
         problems = str(error).split("\n  ")[1:]
     return plan_page(view, text, fields, problems)
@@ -490,14 +482,12 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
     def create() -> Response:
         operations = operations_of(request)
         try:
-            federation = operations.create_federation(
-                plan_of(text, operations.complete), start=fields.get("start") == "yes"
-            ).id
+            plan = read_plan(PLAN, complete=operations.complete, text=text)
+            federation = operations.create_federation(plan, start=fields.get("start") == "yes").id
         except PlanError as error:
             problems = str(error).split("\n  ")
             return plan_page(view, text, fields, numbered(text, problems[1:] or problems), 422)
-        view.changed()
-        return see_other(f"/f/{federation}")
+        return view.changed(f"/f/{federation}")
 
     return await in_turn(request, create)
 
@@ -506,8 +496,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 def pin_model(federation: str, number: int, view: Asked, fields: Fields) -> Response:
     """Pin a version under a label, or unpin it without one."""
     operations_of(view.request).pin(federation, number, fields.get("label") or None)
-    view.changed()
-    return see_other(f"/f/{federation}/models")
+    return view.changed(f"/f/{federation}/models")
 
 
 @forms.post("/f/{federation}/policy")
@@ -521,19 +510,25 @@ def change_policy(federation: str, view: Asked, fields: Fields) -> Response:
             operations_of(view.request).change_policy(federation, changes, unchanged(federation, fields.get("tag", "")))
     except (SteeringError, ProblemError) as error:
         return _policy_page(view, federation, given, str(error).split("\n  ")[1:] or [str(error)], 422)
-    view.changed()
-    return see_other(f"/f/{federation}/policy")
+    return view.changed(f"/f/{federation}/policy")
 
 
 @forms.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
     """Start, pause, resume, stop, archive or extend a federation, or change its policy."""
-    change = CHANGES.get(action)
-    if change is None:
-        raise SteeringError(f"{action!r} is not a federation action; choose one of {', '.join(CHANGES)}")
-    change(operations_of(view.request), federation, fields)
-    view.changed()
-    return see_other(own_path(fields.get("to") or "/federations"))
+    _known(CHANGES, action)(operations_of(view.request), federation, fields)
+    return view.changed(own_path(fields.get("to") or "/federations"))
+
+
+def _known(changes: Mapping[str, Change], action: str) -> Change:
+    if action not in changes:
+        raise SteeringError(f"{action!r} is not a change here; choose one of {', '.join(changes)}")
+    return changes[action]
+
+
+def _described(fields: Mapping[str, str]) -> dict[str, object]:
+    labels = fields.get("labels", "").replace(",", " ").split()
+    return {"labels": labels, "site": fields.get("site"), "note": fields.get("note")}
 
 
 def _rounds(fields: Mapping[str, str]) -> int:

@@ -2,22 +2,19 @@
 
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import tomllib
 from fastapi import Response
 
-from coordinator.errors import PlanError
-from coordinator.operations.create_federation import Complete, networks_here, read_plan
+from coordinator.operations.create_federation import networks_here
 from coordinator.page.views import View
 from fedcg.config_file import plain_value
 from fedcg.learning.method_choice import method_choice, recommended
 from fedcg.learning.project import CHOSEN, plan_text
-from fedcg.learning.spec import FederationPlan, NetworkChoice, RoundPolicy
+from fedcg.learning.spec import NetworkChoice, RoundPolicy
 
 _TEXTS, _NUMBERS = ("federation", "input.mode", "method", "network.split"), ("input.mean", "input.std")
 FIELDS = (*_TEXTS, "classes", "input.height", "input.width", *_NUMBERS, *RoundPolicy.model_fields)
@@ -51,21 +48,6 @@ def edited(text: str, shown: str, given: Mapping[str, str]) -> str:
         table, _, key = name.rpartition(".")
         (plan[table] if table else plan)[key] = value
     return plan_text({name: value for name, value in plan.items() if value is not None})
-
-
-def plan_of(text: str, complete: Complete) -> FederationPlan:
-    """The plan in a text.
-
-    Raises:
-        PlanError: it can't be used; names all problems.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.toml"
-        path.write_text(text, encoding="utf-8")
-        try:
-            return read_plan(path, complete=complete)
-        except PlanError as error:
-            raise PlanError(str(error).replace(str(path), "the plan")) from error
 
 
 def plan_text_of(fields: Mapping[str, str]) -> str:
@@ -126,8 +108,6 @@ def _read(name: str, text: str) -> Any:
 def _text(name: str, value: object) -> str:
     if isinstance(value, list):
         return ("\n" if name == "classes" else ", ").join(map(str, value))
-    return (
-        str(value or "")
-        if value is None or isinstance(value, str)
-        else json.dumps(value, default=str).removesuffix(".0")
-    )
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, default=str).removesuffix(".0")

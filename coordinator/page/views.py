@@ -5,7 +5,7 @@ The value None is rendered as "unavailable".
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from datetime import datetime, timezone
 from functools import lru_cache
 from hashlib import sha256
@@ -27,6 +27,7 @@ from coordinator.http.access import COOKIE, READING, Identity, Role, access_of, 
 from coordinator.http.changes import SECRET_FIELDS
 from coordinator.http.operator_api import known_from
 from coordinator.http.refusals import UNFORESEEN, ProblemError, problem_of
+from fedcg import text_output
 from fedcg.values import Value
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
@@ -44,20 +45,20 @@ def span(seconds: float) -> str:
 def moment(at: float) -> Markup:
     """A time on the coordinator's clock; the page's script converts it to the reader's time zone."""
     stamp = datetime.fromtimestamp(at, timezone.utc).isoformat()
-    return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", _clock(at))
+    return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", text_output.moment(at))
 
 
 def ago(at: float) -> Markup:
     """How long ago a time was; the page's script keeps it current."""
     text = f"{span(max(0.0, time.time() - at))} ago"
-    return Markup('<time data-ago="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
+    return Markup('<time data-ago="{}" title="{}">{}</time>').format(f"{at:.0f}", text_output.moment(at), text)
 
 
 def until(at: float) -> Markup:
     """A countdown to a time; the page's script keeps it current."""
     left = at - time.time()
     text = f"in {span(left)}" if left >= 1 else "now"
-    return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
+    return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", text_output.moment(at), text)
 
 
 def share(value: float, digits: int = 1) -> str:
@@ -119,10 +120,6 @@ def add_formats(environment: Environment) -> None:
     for function in (span, moment, ago, until, share, points, count, words, known, coded):
         environment.filters[function.__name__] = unless_none(function)
     environment.filters["size"] = unless_none(do_filesizeformat)
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 FactsT = TypeVar("FactsT")
@@ -238,9 +235,10 @@ class View(Value):
         """Facts, at most a second old."""
         return self.recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
 
-    def changed(self) -> None:
-        """Empty the cache, so that the next page shows the change."""
+    def changed(self, path: str) -> Response:
+        """Redirect to the page that shows a change; the cache is emptied, so that it does."""
         self.recent.clear()
+        return see_other(path)
 
     def render(
         self,
@@ -340,7 +338,7 @@ async def _sent(request: Request) -> dict[str, str]:
 
 
 async def as_page(request: Request, error: Exception) -> Response:
-    """The answer to a failed request: an HTML page for a browser, problem details for a program."""
+    """The answer to a failed request: an HTML page with the form's fields for a browser, problem details for a program."""
     if isinstance(error, HTTPException) and error.status_code == 303:
         return see_other((error.headers or {})["Location"])
     found, headers = problem_of(error), request.headers
@@ -352,13 +350,9 @@ async def as_page(request: Request, error: Exception) -> Response:
     sent = await _sent(request) if "route" in request.scope and found.status != UNFORESEEN else {}
     if found.status == 401 and request.method not in READING and not sent:
         return see_other("/login")
-    page = _error_page(request, found, sent)
+    may_not = found.status in (401, 403)  # others can correct and resend the fields
+    form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
+    values = {"found": found, "path": request.url.path, "sent": sent, "form_token": form_token}
+    page = plain_page("error.html", found.status, **values)
     page.headers.update(found.headers)
     return page
-
-
-def _error_page(request: Request, found: ProblemError, sent: Mapping[str, str]) -> HTMLResponse:
-    """A page with the error and the fields of the submitted form. The user can correct and resend them if allowed."""
-    may_not = found.status in (401, 403)
-    form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
-    return plain_page("error.html", found.status, found=found, path=request.url.path, sent=sent, form_token=form_token)

@@ -55,6 +55,7 @@ class RoundDriver:
         sums: the sealed sums.
 
     Attributes:
+        state: the state of the federation.
         is_announced: whether the current offer (or end) was passed to the broker; if not, `announce` must be repeated.
         announced_at: when `announce` was last called; monotonic seconds.
         worker_pid: the worker's process id, once it is ready.
@@ -88,7 +89,7 @@ class RoundDriver:
         self._screening = Screening(self.context.store, self._id, self.context.robustness, self.context.events)
         self._record = self.context.federation
         opening = Opening(self.context.rounds.gather_s, self.context.rounds.retry_s, self.context.worker.secret)
-        self._state = RoundState(self.context.federation.policy, opening=opening)
+        self.state = RoundState(self.context.federation.policy, opening=opening)
         self._do_what: dict[type[Any], Callable[[Any], object]] = {
             signals.OpenAttempt: self._open_attempt,
             signals.ResumeAttempt: self._resume_attempt,
@@ -101,37 +102,32 @@ class RoundDriver:
         }
 
     @property
-    def state(self) -> RoundState:
-        """The state of the federation."""
-        return self._state
-
-    @property
     def requires_cohort_secret(self) -> bool:
         """Whether only devices with the cohort secret are invited, since a different secret would spoil a sum."""
-        return self._state.policy.require_cohort or bool(self.context.spec.sealed)
+        return self.state.policy.require_cohort or bool(self.context.spec.sealed)
 
     def restart(self) -> None:
         """Rebuild the state from the database and resume."""
         stored = self._store.round_state(self._id)
-        opening = replace(self._state.opening, failed_at=stored.opening.failed_at)
-        self._state = replace(stored, opening=opening, barred=self._state.barred)
+        opening = replace(self.state.opening, failed_at=stored.opening.failed_at)
+        self.state = replace(stored, opening=opening, barred=self.state.barred)
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self.published.allow(aggregate.artifact)
         self._report_pruned(self._pruner.sweep(self.context.clock()))
         self._prune(aggregates[-1].round)
         self.published.allow(self.context.federation.spec)
-        self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
-        self._judge_devices(self._state.round)
-        self.odd = odd_updates(self._store, self._id, self._state.round - 1)
+        self._events.write("resumed", phase=self.state.phase.value, round=self.state.round)
+        self._judge_devices(self.state.round)
+        self.odd = odd_updates(self._store, self._id, self.state.round - 1)
         self.apply(signals.Restarted())
         self._follow_status(self._record)
 
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
         """Apply an operator's changes; `resume` also resumes a stalled federation."""
         before, self._record = self._record, record
-        self._judge_devices(self._state.round)  # an operator may have readmitted one
-        if record.policy != self._state.policy:
+        self._judge_devices(self.state.round)  # an operator may have readmitted one
+        if record.policy != self.state.policy:
             self.apply(signals.PolicyChanged(record.policy))
         if (record.status, record.status_reason) != (before.status, before.status_reason):
             self._follow_status(record)
@@ -143,14 +139,14 @@ class RoundDriver:
             self.apply(signals.Stopped(record.status_reason))
         elif record.status is FederationStatus.PAUSED:
             self.apply(signals.Paused(record.status_reason))
-        elif self._state.paused:
+        elif self.state.paused:
             self.apply(signals.Resumed())
 
     def apply(self, event: signals.Event) -> None:
         """Pass an event to the engine and execute its commands."""
         if isinstance(event, signals.UpdateRefused) and event.reason:
-            self._judge_devices(self._state.round)
-        self._state, to_do = transition(self._state, event, self.context.clock())
+            self._judge_devices(self.state.round)
+        self.state, to_do = transition(self.state, event, self.context.clock())
         for command in to_do:
             self._do_what[type(command)](command)
         if isinstance(event, signals.CameOnline):
@@ -179,7 +175,7 @@ class RoundDriver:
 
     def _update_failed(self, failed: jobs.UpdateFailed) -> None:
         """Reject an accepted update that can't be merged; its round continues without it."""
-        state, client = self._state, failed.client
+        state, client = self.state, failed.client
         if state.at != failed.at or client not in state.updates:
             return
         reason = failed.reason[:300]
@@ -189,8 +185,8 @@ class RoundDriver:
 
     def _judge_devices(self, round_number: int) -> None:
         """Leave repeat offenders out of the next attempts, and readmit those whose time is over."""
-        before, now = self._state.left_out, left_out(self._store, self._id, round_number)
-        self._state = replace(self._state, left_out=now)
+        before, now = self.state.left_out, left_out(self._store, self._id, round_number)
+        self.state = replace(self.state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
             self._events.write("left_out", client=client, round=round_number, reason=now[client])
         for client in sorted(before.keys() - now.keys()):
@@ -198,7 +194,7 @@ class RoundDriver:
 
     def _job_done(self, done: jobs.JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
-        if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
+        if self.state.phase is not Phase.DISTILLING or self.state.at != done.at:
             return
         for artifact in (done.aggregate, done.server_state):
             self.context.artifacts.keep(artifact)
@@ -212,7 +208,7 @@ class RoundDriver:
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)
-        plateau = plateau_reason(self._store, self._id, self._state.policy, self.context.spec.trains_in)
+        plateau = plateau_reason(self._store, self._id, self.state.policy, self.context.spec.trains_in)
         if plateau:  # before the next attempt opens
             self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
             self.apply(signals.Paused(plateau))
@@ -234,18 +230,18 @@ class RoundDriver:
 
     def _forget(self, artifact: str) -> None:
         self.published.forget(artifact)
-        self.publisher.forget(artifact)
+        self.publisher.sender.forget(artifact)
 
     def announce(self) -> None:
         """Publish the current offer, or the end, on the retained topic; does nothing while the link is down."""
         self.is_announced, self.announced_at = True, time.monotonic()
-        state = self._state
+        state = self.state
         if state.phase in (Phase.WAITING, Phase.PAUSED, Phase.STALLED):
             return
         finished = state.phase is Phase.FINISHED
         aggregate = self._store.aggregates(self._id)[-1].artifact if finished else self._base
-        spec_ref = self.published.ref(self.context.federation.spec)
-        aggregate_ref = self.published.ref(aggregate)
+        spec_ref = self.published.source(self.context.federation.spec).ref
+        aggregate_ref = self.published.source(aggregate).ref
         if finished:
             self.is_announced = self.publisher.finished(state.at, spec_ref, aggregate_ref)
         else:
@@ -256,29 +252,28 @@ class RoundDriver:
         base, now = self._begin(command), self.context.clock()
         times = self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
         known = {client: times[client] for client in times.keys() & command.participants}
-        self._shares = shares_of(self._state.policy, known)
+        self._shares = shares_of(self.state.policy, known)
         self._store.open_attempt(
             self._id, command.at, base.artifact, command.participants, now, command.deadline_at, self._shares
         )
-        rounds, participants = self._state.policy.rounds, sorted(command.participants)
+        rounds, participants = self.state.policy.rounds, sorted(command.participants)
         self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)
         self.worker.open(self._job(command, base))
         self.sums.begin(command.at, command.participants)
         self.announce()
         source = self.published.source(base.artifact)
-        self.publisher.broadcast(source, lambda: self._state.is_open(command.at))
+        self.publisher.broadcast(source, lambda: self.state.is_open(command.at))
 
     def _resume_attempt(self, command: signals.ResumeAttempt) -> None:
         base = self._begin(command)
         self._store.move_deadline(self._id, command.at, command.deadline_at)
-        stored = self._store.updates(self._id, command.at)
         people = self._store.participants(self._id, command.at)
         self._shares = {person.client: person.share for person in people}
         self.sums.begin(command.at, self._shares)
-        accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
-        self._write("attempt_resumed", command.at, stored=[update.client for update in accepted])
+        accepted = self._store.accepted(self._id, command.at)
+        self._write("attempt_resumed", command.at, stored=list(accepted))
         self.worker.open(self._job(command, base))
-        for update in accepted:
+        for update in accepted.values():
             self.context.artifacts.local(update.artifact)
             self.worker.add(update.client, update.artifact)
 
@@ -289,20 +284,20 @@ class RoundDriver:
 
     def invite(self, client: str) -> None:
         """Ask a participant of the open attempt (again) for its update."""
-        self.publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
+        self.publisher.invite(client, self.state.at, self._shares.get(client, 1.0))
 
     def _distil(self, command: signals.Distil) -> None:
         updates = self._store.start_distilling(self._id, command.at, self.context.clock())
         # The database decides which updates arrived in time: one may have just been stored.
         accepted = frozenset(update.client for update in updates)
-        self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
+        self.state = replace(self.state, updates=accepted, declined=self.state.declined - accepted)
         self.receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
         self._write("distilling", command.at, clients=sorted(accepted))
         self.worker.assess(self._screening.artifacts(command.at))
 
     def _assessed(self, assessed: jobs.Assessed) -> None:
         """Merge the updates chosen by the screening; with too few, the attempt fails."""
-        state, quorum = self._state, self._state.policy.quorum
+        state, quorum = self.state, self.state.policy.quorum
         if state.phase is not Phase.DISTILLING or state.at != assessed.at:
             return
         accepted = self._screening.artifacts(assessed.at)
@@ -311,15 +306,15 @@ class RoundDriver:
             return
         choice = self._screening.choose(assessed.at, assessed.figures, quorum)
         odd = choice.quarantined
-        self._state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
+        self.state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
         self.odd = odd_updates(self._store, self._id, state.round - 1)
         for client in choice.odd:
             self._report_odd(client)
-        reason = choice.too_few(len(self._state.updates), quorum)
+        reason = choice.too_few(len(self.state.updates), quorum)
         if reason:
             self.apply(signals.AggregationFailed(assessed.round, assessed.attempt, reason))
         else:
-            self.sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
+            self.sums.open(self.state.updates, partial(self._merge, assessed.at, choice))
 
     def _report_odd(self, client: str) -> None:
         """Send a device the result of its last update if it was unlike the others; repeated in each session."""
@@ -328,7 +323,7 @@ class RoundDriver:
             self.publisher.receipt(client, at, update.artifact, update.outcome, update.reason)
 
     def _merge(self, at: RoundAttempt, choice: Choice, opened: jobs.OpenedSum) -> None:
-        if self._state.phase is Phase.DISTILLING and self._state.at == at:  # opening a sum takes a while
+        if self.state.phase is Phase.DISTILLING and self.state.at == at:  # opening a sum takes a while
             self._write("merging", at, clients=[client for client, *_ in choice.updates])
             self.worker.finish(choice.updates, choice.limits, opened)
 
@@ -343,7 +338,7 @@ class RoundDriver:
 
     def _finish(self, command: signals.Finish) -> None:
         final = self._store.aggregates(self._id)[-1]
-        self._write("finished", self._state.at, aggregate=final.artifact, reason=self._state.reason)
+        self._write("finished", self.state.at, aggregate=final.artifact, reason=self.state.reason)
         self.announce()
 
     def _begin(self, command: signals.OpenAttempt | signals.ResumeAttempt) -> AggregateRecord:

@@ -63,6 +63,7 @@ class Service:
         conditions: the devices' self-reports.
         cohorts: the marks of cohort secrets from the devices' hellos.
         is_connected: whether the link to the broker is up.
+        store_problem: why rounds wait for the store of artifacts; empty while it is available.
         finished_and_left: set once the federation is over and its devices have left, or a minute later.
     """
 
@@ -125,17 +126,12 @@ class Service:
         self._key_read_at = 0.0
         self._finished_at: float | None = None
         self.is_connected = False
-        self._store_problem = ""
+        self.store_problem = ""
 
     @property
     def state(self) -> RoundState:
         """The state of the federation."""
         return self.round_driver.state
-
-    @property
-    def store_problem(self) -> str:
-        """Why rounds wait for the store of artifacts; empty while it is available."""
-        return self.context.artifacts.problem
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -161,7 +157,7 @@ class Service:
         for topic_of in (self._topics.up_control, self._topics.up_chunk, self._topics.status):
             self._transport.subscribe(topic_of(ANY_DEVICE))
         self.receiver.start()
-        self._publisher.start()
+        self._publisher.sender.start()
         self._transport.start(self._on_delivery, lambda up: self._queue.put(LinkChanged(up)))
         self._events.write("started", epoch=self.epoch)
 
@@ -200,7 +196,7 @@ class Service:
             threading.Thread(target=_close, args=(work,), name="closing", daemon=True)
             for work in (
                 partial(self._presence.lose_sight, "the coordinator was stopped"),
-                self._publisher.close,
+                self._publisher.sender.close,
                 self.receiver.close,
                 self._transport.close,
                 self._worker.stop,
@@ -342,7 +338,7 @@ class Service:
         self._members.publish_lists()
         self._members.tell_revoked()
         self.is_connected = True
-        if not self._store_problem:
+        if not self.store_problem:
             self.round_driver.apply(change)
         self.round_driver.announce()
         self.invitations.remind()
@@ -374,9 +370,9 @@ class Service:
 
     def _follow_store(self) -> None:
         """Suspend the deadline while updates can't be stored durably."""
-        before, self._store_problem = self._store_problem, self.store_problem
-        if bool(before) != bool(self._store_problem):
-            self._events.write("artifact_store", reachable=bool(before), reason=self._store_problem)
+        before, self.store_problem = self.store_problem, self.context.artifacts.problem
+        if bool(before) != bool(self.store_problem):
+            self._events.write("artifact_store", reachable=bool(before), reason=self.store_problem)
             up = self.is_connected and bool(before)
             self.round_driver.apply(LinkChanged(up, "store of artifacts"))
 

@@ -98,13 +98,10 @@ class ObjectStore:
         """Delete the artifacts that exist; those that can't be deleted now are deleted after the next start."""
         import obstore
 
-        def work() -> None:
+        try:
             found = {str(item["path"]).rpartition("/")[2] for page in obstore.list(self._store) for item in page}
             if gone := sorted(found & set(artifacts)):
                 obstore.delete(self._store, gone)
-
-        try:
-            work()
         except (obstore.exceptions.BaseError, FileNotFoundError) as error:
             log.warning("%s: %d old artifacts are not deleted yet: %s", self._url, len(artifacts), _first_line(error))
 

@@ -46,15 +46,10 @@ def database_of(home: Home) -> Path | URL:
         return home.database
     try:
         url = make_url(settings.database)
-        if password := os.environ.get(PASSWORD_VARIABLE):
-            return url.set(password=password)
-        if settings.database_password_file is not None:
-            url = url.set(password=(home.root / settings.database_password_file).read_text(encoding="utf-8").strip())
     except (ArgumentError, ValueError):
         raise ConfigError(f"{home.config_file}: storage.database is not a database URL") from None
-    except OSError as error:
-        raise ConfigError(f"{home.config_file}: storage.database_password_file can't be read: {error}") from error
-    return url
+    password = os.environ.get(PASSWORD_VARIABLE) or home.password("storage", settings.database_password_file)
+    return url.set(password=password) if password else url
 
 
 def name_of(database: Path | URL) -> str:

@@ -186,11 +186,10 @@ class Store(schema.Queries):
         Raises:
             PlanError: the id is in use.
         """
+        values = {**asdict(federation), "policy": federation.policy.model_dump_json()}
         try:
             self._write(
-                insert(schema.federations).values(
-                    {**asdict(federation), "policy": federation.policy.model_dump_json()}
-                ),
+                insert(schema.federations).values(values),
                 insert(schema.aggregates).values(**asdict(initial)),
                 *(_added_link(federation.id, link, now) for link in links),
             )
@@ -270,7 +269,7 @@ class Store(schema.Queries):
     def start_distilling(self, federation: str, at: RoundAttempt, now: float) -> list[UpdateRecord]:
         """Stop accepting updates; return the accepted ones, sorted by client."""
         self._write(_change_attempt(federation, at, state=AttemptState.DISTILLING.value, distilling_at=now))
-        return [ended for ended in self.updates(federation, at) if ended.outcome is Outcome.ACCEPTED]
+        return list(self.accepted(federation, at).values())
 
     def weigh(
         self,
@@ -402,6 +401,10 @@ class Store(schema.Queries):
         query = select(schema.updates).filter_by(**_is(federation, at))
         return sorted(self._all(UpdateRecord, query), key=attrgetter("client"))
 
+    def accepted(self, federation: str, at: RoundAttempt) -> dict[str, UpdateRecord]:
+        """The accepted updates of an attempt by client, sorted."""
+        return {each.client: each for each in self.updates(federation, at) if each.outcome is Outcome.ACCEPTED}
+
     # Aggregates
 
     def aggregate(self, federation: str, round_number: int) -> AggregateRecord | None:
@@ -462,7 +465,7 @@ class Store(schema.Queries):
             return RoundState(policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
             return record.after_failure(last)
-        people, stored = self.participants(federation, last.at), self.updates(federation, last.at)
+        people = self.participants(federation, last.at)
         by_state = {
             each: frozenset(person.client for person in people if person.state is each) for each in ParticipantState
         }
@@ -472,7 +475,7 @@ class Store(schema.Queries):
             last.round,
             last.attempt,
             participants=frozenset(person.client for person in people),
-            updates=frozenset(ended.client for ended in stored if ended.outcome is Outcome.ACCEPTED),
+            updates=frozenset(self.accepted(federation, last.at)),
             declined=by_state[ParticipantState.DECLINED],
             deadline_at=last.deadline_at,
             first_attempt=record.first_attempt,

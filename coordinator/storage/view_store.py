@@ -6,21 +6,7 @@ Part of the store, with the same rules.
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    ColumnElement,
-    Select,
-    Table,
-    and_,
-    case,
-    cast,
-    delete,
-    func,
-    insert,
-    select,
-    tuple_,
-    type_coerce,
-)
+import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.rounds.records import AttemptState, CertificateRecord, ConditionRecord, PresenceRecord, UpdateRecord
@@ -35,13 +21,13 @@ class Overview(schema.Queries):
 
     def certificates(self) -> dict[str, CertificateRecord]:
         """Each device's unrevoked certificate that expires last."""
-        query = select(schema.certificates).filter_by(revoked_at=None).order_by(schema.certificates.c.expires_at)
+        query = sa.select(schema.certificates).filter_by(revoked_at=None).order_by(schema.certificates.c.expires_at)
         return {each.device: each for each in self._all(CertificateRecord, query)}
 
     def round_times(self, federation: str, since_round: int) -> dict[str, float]:
         """Seconds that all local steps of a round take each client, from its last prediction since a round."""
         table = schema.participants
-        query = select(table.c.client, table.c.predicted_s, table.c.share).filter_by(federation=federation)
+        query = sa.select(table.c.client, table.c.predicted_s, table.c.share).filter_by(federation=federation)
         known = query.where(table.c.round >= since_round, table.c.predicted_s.is_not(None))
         rows = self._rows(known.order_by(table.c.round, table.c.attempt))
         return {client: predicted_s / share for client, predicted_s, share in rows}
@@ -49,7 +35,7 @@ class Overview(schema.Queries):
     def deliveries(self, federation: str, client: str | None = None) -> list[UpdateRecord]:
         """All ended updates of a federation, or those of one client; oldest first."""
         table = schema.updates
-        query = select(table).filter_by(federation=federation)
+        query = sa.select(table).filter_by(federation=federation)
         if client is not None:
             query = query.filter_by(client=client)
         return self._all(UpdateRecord, query.order_by(table.c.round, table.c.attempt, table.c.client))
@@ -57,13 +43,13 @@ class Overview(schema.Queries):
     def audited(self, federation: str, since_round: int) -> list[UpdateRecord]:
         """The updates since a round whose reports have audit figures, oldest first."""
         table = schema.updates
-        query = select(table).where(table.c.round >= since_round, table.c.report.contains('"audit":{'))
+        query = sa.select(table).where(table.c.round >= since_round, table.c.report.contains('"audit":{'))
         return self._all(UpdateRecord, query.filter_by(federation=federation).order_by(table.c.round, table.c.attempt))
 
     def withheld(self, federation: str, since_round: int) -> list[tuple[str, int, int]]:
         """Client, round and attempt of each update since a round that a device's own audit withheld."""
         table = schema.participants
-        query = select(table.c.client, table.c.round, table.c.attempt).where(table.c.round >= since_round)
+        query = sa.select(table.c.client, table.c.round, table.c.attempt).where(table.c.round >= since_round)
         rows = self._rows(query.filter_by(federation=federation, reason=DeclineReason.WITHHELD.value))
         return [(client, number, attempt) for client, number, attempt in rows]
 
@@ -72,20 +58,20 @@ class Overview(schema.Queries):
     ) -> dict[str, UpdateRecord]:
         """The last update of each client, or of one client, with any outcome or a given one."""
         table = schema.updates
-        recent = select(table.c.client, func.max(table.c.stored_at).label("at")).filter_by(federation=federation)
+        recent = sa.select(table.c.client, sa.func.max(table.c.stored_at).label("at")).filter_by(federation=federation)
         if outcome is not None:
             recent = recent.filter_by(outcome=outcome.value)
         if client is not None:
             recent = recent.filter_by(client=client)
         newest = recent.group_by(table.c.client).subquery()
         is_newest = (table.c.client == newest.c.client) & (table.c.stored_at == newest.c.at)
-        query = select(table).join(newest, is_newest).where(table.c.federation == federation)
+        query = sa.select(table).join(newest, is_newest).where(table.c.federation == federation)
         return {each.client: each for each in self._all(UpdateRecord, query)}
 
     def means(self, federation: str, since_round: int = 0) -> list[tuple[int, float | None, float | None]]:
         """By closed round since a round, the mean reported accuracies of accepted updates: personal and local-only."""
         table = schema.updates
-        means = [func.avg(self._reported(name)) for name in ("accuracy", "shadow")]
+        means = [sa.func.avg(self._reported(name)) for name in ("accuracy", "shadow")]
         query = _of_closed_rounds(federation, table.c.round, *means).where(table.c.round >= since_round)
         rows = self._rows(query.group_by(table.c.round).order_by(table.c.round))
         return [(number, own, baseline) for number, own, baseline in rows]
@@ -97,32 +83,33 @@ class Overview(schema.Queries):
             Number, mean and mean square of the gains over the local-only model since a round; bytes, seconds and joules of all rounds.
         """
         table = schema.updates
-        gain = case((table.c.round >= since_round, self._reported("accuracy") - self._reported("shadow")))
+        gain = sa.case((table.c.round >= since_round, self._reported("accuracy") - self._reported("shadow")))
         spent = [
-            func.sum(each) for each in (table.c.size, *(self._reported("cost", name) for name in ("seconds", "joules")))
+            sa.func.sum(each)
+            for each in (table.c.size, *(self._reported("cost", name) for name in ("seconds", "joules")))
         ]
         query = _of_closed_rounds(
-            federation, table.c.client, func.count(gain), func.avg(gain), func.avg(gain * gain), *spent
+            federation, table.c.client, sa.func.count(gain), sa.func.avg(gain), sa.func.avg(gain * gain), *spent
         )
         return {client: tuple(values) for client, *values in self._rows(query.group_by(table.c.client))}
 
-    def _reported(self, *names: str) -> ColumnElement[float]:
+    def _reported(self, *names: str) -> sa.ColumnElement[float]:
         """A number in the reports of updates."""
         stored = schema.updates.c.report
-        report = type_coerce(stored, JSON) if self._engine.dialect.name == "sqlite" else cast(stored, JSON)
-        number: ColumnElement[float] = report[names].as_float()
+        report = sa.type_coerce(stored, sa.JSON) if self._engine.dialect.name == "sqlite" else sa.cast(stored, sa.JSON)
+        number: sa.ColumnElement[float] = report[names].as_float()
         return number
 
     def volumes(self, federation: str) -> dict[str, tuple[int, int]]:
         """By client, the number and bytes of delivered updates, with any outcome."""
         table = schema.updates
-        query = select(table.c.client, func.count(), func.sum(table.c.size)).filter_by(federation=federation)
+        query = sa.select(table.c.client, sa.func.count(), sa.func.sum(table.c.size)).filter_by(federation=federation)
         return {client: (count, int(size)) for client, count, size in self._rows(query.group_by(table.c.client))}
 
     def merged(self, federation: str) -> dict[tuple[int, int], int]:
         """By round and attempt, the number of updates with a weight in the merge."""
         table = schema.updates
-        query = select(table.c.round, table.c.attempt, func.count()).where(table.c.weight > 0)
+        query = sa.select(table.c.round, table.c.attempt, sa.func.count()).where(table.c.weight > 0)
         merged = query.filter_by(federation=federation, outcome=Outcome.ACCEPTED.value).group_by("round", "attempt")
         return {(number, attempt): count for number, attempt, count in self._rows(merged)}
 
@@ -130,7 +117,7 @@ class Overview(schema.Queries):
         """The last attempts that invited a client: round, attempt, answer, reason; newest first."""
         table = schema.participants
         columns = (table.c.round, table.c.attempt, table.c.state, table.c.reason)
-        query = select(*columns).filter_by(federation=federation, client=client)
+        query = sa.select(*columns).filter_by(federation=federation, client=client)
         newest_first = query.order_by(table.c.round.desc(), table.c.attempt.desc())
         return [(row[0], row[1], row[2], row[3]) for row in self._rows(newest_first.limit(ANSWERS))]
 
@@ -141,23 +128,23 @@ class Overview(schema.Queries):
         """
         updates, attempts = schema.updates, schema.attempts
         is_over = attempts.c.state.in_((_CLOSED, _FAILED)) & (attempts.c.federation == federation)
-        ended = select(updates.c.outcome, func.count(), func.sum(updates.c.size)).group_by(updates.c.outcome)
-        tried = select(attempts.c.state, func.count()).group_by(attempts.c.state)
+        ended = sa.select(updates.c.outcome, sa.func.count(), sa.func.sum(updates.c.size)).group_by(updates.c.outcome)
+        tried = sa.select(attempts.c.state, sa.func.count()).group_by(attempts.c.state)
         outcomes = self._rows(ended.join(attempts, _same_attempt(updates, attempts)).where(is_over))
         states = self._rows(tried.where(is_over))
         return {outcome: (count, int(size)) for outcome, count, size in outcomes}, dict(states)
 
 
-def _of_closed_rounds(federation: str, *columns: ColumnElement[Any]) -> Select[Any]:
+def _of_closed_rounds(federation: str, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
     """A query over the accepted updates to closed rounds."""
     table, attempts = schema.updates, schema.attempts
-    query = select(*columns).join(attempts, _same_attempt(table, attempts) & (attempts.c.state == _CLOSED))
+    query = sa.select(*columns).join(attempts, _same_attempt(table, attempts) & (attempts.c.state == _CLOSED))
     return query.where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
 
 
-def _same_attempt(one: Table, other: Table) -> ColumnElement[bool]:
+def _same_attempt(one: sa.Table, other: sa.Table) -> sa.ColumnElement[bool]:
     """Whether rows of two tables belong to the same attempt."""
-    return and_(*(one.c[name] == other.c[name] for name in ("federation", "round", "attempt")))
+    return sa.and_(*(one.c[name] == other.c[name] for name in ("federation", "round", "attempt")))
 
 
 _CLOSED, _FAILED = AttemptState.CLOSED.value, AttemptState.FAILED.value
@@ -174,19 +161,19 @@ class Presence(schema.Queries):
         """Replace a device's self-report."""
         table = schema.conditions
         values = {"federation": federation, "device": device, "at": at, "content": content}
-        self._write(delete(table).filter_by(federation=federation, device=device), insert(table).values(**values))
+        self._write(sa.delete(table).filter_by(federation=federation, device=device), sa.insert(table).values(**values))
 
     def conditions(self, federation: str, device: str | None = None) -> list[ConditionRecord]:
         """The last self-reports of a federation's devices, or of one device; sorted by device."""
         table = schema.conditions
-        query = select(table).where(table.c.federation == federation).order_by(table.c.device)
+        query = sa.select(table).where(table.c.federation == federation).order_by(table.c.device)
         return self._all(ConditionRecord, query if device is None else query.where(table.c.device == device))
 
     def note(self, *changes: PresenceRecord) -> None:
         """Store changes in one transaction; of two changes of a device at the same time, the first one stays."""
         rows = [{**asdict(change), "reason": change.reason[:300]} for change in changes]
         try:
-            self._write(*(insert(schema.presence).values(row) for row in rows))
+            self._write(*(sa.insert(schema.presence).values(row) for row in rows))
         except IntegrityError:
             for change in changes if len(changes) > 1 else ():
                 self.note(change)
@@ -194,22 +181,22 @@ class Presence(schema.Queries):
     def changes(self, device: str, since: float, limit: int = KEEP_CHANGES) -> list[PresenceRecord]:
         """A device's last changes since a time, oldest first."""
         table = schema.presence
-        query = select(table).where(table.c.device == device, table.c.at >= since).order_by(table.c.at.desc())
+        query = sa.select(table).where(table.c.device == device, table.c.at >= since).order_by(table.c.at.desc())
         return self._all(PresenceRecord, query.limit(limit))[::-1]
 
     def before(self, device: str, at: float) -> list[PresenceRecord]:
         """A device's last change before a time, in each federation."""
         table = schema.presence
-        newest = select(func.max(table.c.at)).where(table.c.device == device, table.c.at < at)
-        recent = select(table).where(table.c.device == device, table.c.at.in_(newest.group_by(table.c.federation)))
+        newest = sa.select(sa.func.max(table.c.at)).where(table.c.device == device, table.c.at < at)
+        recent = sa.select(table).where(table.c.device == device, table.c.at.in_(newest.group_by(table.c.federation)))
         return self._all(PresenceRecord, recent.order_by(table.c.at))
 
     def latest(self, federation: str) -> dict[str, PresenceRecord]:
         """The last change of every device in a federation."""
         table = schema.presence
-        of_each = select(table.c.device, func.max(table.c.at).label("at")).group_by(table.c.device)
+        of_each = sa.select(table.c.device, sa.func.max(table.c.at).label("at")).group_by(table.c.device)
         newest = of_each.filter_by(federation=federation).subquery()
-        query = select(table).join(newest, (table.c.device == newest.c.device) & (table.c.at == newest.c.at))
+        query = sa.select(table).join(newest, (table.c.device == newest.c.device) & (table.c.at == newest.c.at))
         found = self._all(PresenceRecord, query.where(table.c.federation == federation))
         return {change.device: change for change in found}
 
@@ -222,11 +209,11 @@ class Presence(schema.Queries):
             device: only changes of this device.
         """
         table = schema.presence
-        place = func.row_number().over(partition_by=table.c.device, order_by=table.c.at.desc())
+        place = sa.func.row_number().over(partition_by=table.c.device, order_by=table.c.at.desc())
         chosen = table.c.federation == federation
         if device is not None:
             chosen &= table.c.device == device
-        ranked = select(table.c.device, table.c.at, place.label("place")).where(chosen).subquery()
+        ranked = sa.select(table.c.device, table.c.at, place.label("place")).where(chosen).subquery()
         old = (ranked.c.place > 1) & ((ranked.c.at < before) | (ranked.c.place > KEEP_CHANGES))
-        gone = select(ranked.c.device, ranked.c.at).where(old)
-        self._write(delete(table).where(chosen, tuple_(table.c.device, table.c.at).in_(gone)))
+        gone = sa.select(ranked.c.device, ranked.c.at).where(old)
+        self._write(sa.delete(table).where(chosen, sa.tuple_(table.c.device, table.c.at).in_(gone)))

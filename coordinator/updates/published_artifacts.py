@@ -8,7 +8,7 @@ from functools import partial
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages.schemas import ArtifactRef, Need
+from fedcg.wire.messages.schemas import Need
 from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref
 from fedcg.wire.transfer.windows import Ranges
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PublishedArtifacts:
-    """Describes artifacts for announcements, and opens them so that the sender can read chunks; keeps none in memory.
+    """Opens artifacts, with the references that announce them, so that the sender can read chunks; keeps none in memory.
 
     Thread-safe.
 
@@ -62,10 +62,6 @@ class PublishedArtifacts:
             if source is not None:
                 self._sources[artifact] = source
             return source
-
-    def ref(self, artifact: str) -> ArtifactRef:
-        """The reference that announces an artifact; see `source`."""
-        return self.source(artifact).ref
 
     def source(self, artifact: str) -> ChunkFile:
         """The source of an artifact's chunks. The first call reads the whole file, so don't call it on the event loop.

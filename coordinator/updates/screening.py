@@ -167,15 +167,11 @@ class Screening:
 
     def artifacts(self, at: RoundAttempt) -> dict[str, str]:
         """The artifacts of the updates that may be merged, by client."""
-        return {client: update.artifact for client, update in self._accepted(at).items()}
-
-    def _accepted(self, at: RoundAttempt) -> dict[str, UpdateRecord]:
-        ended = self.store.updates(self.federation, at)
-        return {update.client: update for update in ended if update.outcome is Outcome.ACCEPTED}
+        return {client: update.artifact for client, update in self.store.accepted(self.federation, at).items()}
 
     def choose(self, at: RoundAttempt, figures: Mapping[str, robustness.Figures], quorum: int) -> Choice:
         """Evaluate the accepted updates by their figures, store figures and weights, and write odd updates to the event log."""
-        updates = self._accepted(at)
+        updates = self.store.accepted(self.federation, at)
         verdicts = robustness.verdicts_of(figures, self.settings, quorum)
         where = vars(at)
         weights = self._weights(where, self._examples(at, updates), verdicts)

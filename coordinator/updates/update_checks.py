@@ -100,9 +100,8 @@ class UpdateChecks:
             return self.rejected(device, manifest, received.manifest_at, error.reason)
         self.artifacts.adopt(received.file, manifest.artifact.id)
         report, facts = artifact.header.report, {**artifact.header.versions, **artifact.header.determinism}
-        record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "")
         return replace(
-            record,
+            self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, ""),
             report=None if report is None else report.model_dump_json(exclude_none=True),
             distances=json.dumps(distances) if distances else None,
             facts=json.dumps(facts),

@@ -52,10 +52,10 @@ def test_published_artifacts_are_those_on_disk_and_damaged_ones_are_refused(tmp_
     artifact = store.put(data)
     artifacts = PublishedArtifacts(store, 300)
     assert artifacts.known(artifact) is None
-    assert artifacts.ref(artifact) == make_ref(data, 300)
+    assert artifacts.source(artifact).ref == make_ref(data, 300)
     assert artifacts.known(artifact) is artifacts.source(artifact)
     artifacts.change_chunk_bytes(400)
-    assert artifacts.ref(artifact) == make_ref(data, 400)
+    assert artifacts.source(artifact).ref == make_ref(data, 400)
     store.path(artifact).write_bytes(b"rotten")
     artifacts.change_chunk_bytes(300)
     with pytest.raises(IntegrityError, match="damaged"):
