@@ -9,7 +9,7 @@ import typer
 
 from audit.options import AuditOptions
 from fedcg.errors import FAILED, NOT_MET
-from fedcg.terminal import AsJson, Result, print_data, prints, with_options
+from fedcg.terminal import AsJson, Result, command, print_data, prints, with_options
 from fedcg.text_output import table
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def observe(
         typer.echo(f"Next: fedcg audit compare --observed {out} --private STORE --data IMAGES")
 
 
-@app.command()
-@prints
+@command(app)
 def compare(
     observed: Annotated[Path, typer.Option(help="an observer's folder")],
     private: Annotated[
@@ -115,8 +114,7 @@ def run_command(**given: Any) -> Result:
 app.command("run", help=run_command.__doc__)(prints(with_options(run_command, AuditOptions)))
 
 
-@app.command(name="attacks")
-@prints
+@command(app, "attacks")
 def list_attacks() -> Result:
     """List the attacks: name, the question that each answers, and papers.
 

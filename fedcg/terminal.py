@@ -45,6 +45,11 @@ def prints(command: Callable[..., Result]) -> Callable[..., None]:
     return with_options(run, command, as_json=(AsJson, False))
 
 
+def command(app: typer.Typer, name: str | None = None, **options: Any) -> Callable[[Callable[..., Result]], Any]:
+    """Add a function to `app` as a command that prints its result."""
+    return lambda function: app.command(name, **options)(prints(function))
+
+
 def with_options(
     run: Callable[..., Any], command: Callable[..., Any], **added: tuple[Any, object]
 ) -> Callable[..., Any]:

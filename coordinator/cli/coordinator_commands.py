@@ -18,7 +18,7 @@ from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, line_
 from fedcg.child_python import loading
 from fedcg.errors import FAILED
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
-from fedcg.terminal import AsJson, PassphraseFile, Result, passphrase_of, prints
+from fedcg.terminal import AsJson, PassphraseFile, Result, command, passphrase_of
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -129,8 +129,7 @@ def _deploy() -> None:
     """Write configuration for other programs, such as Mosquitto."""
 
 
-@coordinator_app.command("init")
-@prints
+@command(coordinator_app, "init")
 def coordinator_init(
     directory: Directory,
     host: Annotated[str, typer.Option(help="Host name or address at which devices reach the broker.")] = "127.0.0.1",
@@ -241,8 +240,7 @@ def coordinator_notify(
     return found, table(columns, rows, "No channel is set.\nNext: set one under [notify] in coordinator.toml")
 
 
-@coordinator_app.command("rotate-key")
-@prints
+@command(coordinator_app, "rotate-key")
 def coordinator_rotate_key(directory: Directory) -> Result:
     """Replace the key that signs the coordinator's messages. The old key signs the message that announces the new one to devices.
 
@@ -268,8 +266,7 @@ def coordinator_rotate_key(directory: Directory) -> Result:
     return {**values, "revoked_tokens": [token.id for token in void]}, text
 
 
-@coordinator_app.command("backup")
-@prints
+@command(coordinator_app, "backup")
 def coordinator_backup(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write; it must not exist.")],
     directory: Directory,
@@ -290,8 +287,7 @@ def coordinator_backup(
     return {"file": str(out), "bytes": size, **facts.model_dump()}, text
 
 
-@coordinator_app.command("restore")
-@prints
+@command(coordinator_app, "restore")
 def coordinator_restore(
     file: Annotated[Path, typer.Argument(help="A backup by `fedcg coordinator backup`.")],
     directory: Directory,
@@ -344,8 +340,7 @@ def broker_run(
     raise typer.Exit(run_mosquitto(directory, report))
 
 
-@deploy_app.command("mosquitto")
-@prints
+@command(deploy_app, "mosquitto")
 def deploy_mosquitto(
     directory: Directory,
     out: Annotated[Path, typer.Option("--out", help="Folder to write, with the broker's key but not the authority's.")],

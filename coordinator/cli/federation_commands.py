@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.shared_options import Named, Reason, asks
-from fedcg.terminal import Result, confirm, prints
+from fedcg.terminal import Result, command, confirm
 from fedcg.text_output import moment, table
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ federation_app = typer.Typer(help="Create, inspect and control federations.", no
 Start = Annotated[bool, typer.Option("--start/--no-start", help="Start now, or later with `fedcg federation start`.")]
 
 
-@federation_app.command("plan")
-@prints
+@command(federation_app, "plan")
 def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a commented example plan.")] = False,

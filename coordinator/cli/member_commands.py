@@ -11,7 +11,7 @@ import typer
 
 from coordinator.cli.shared_options import Directory, Reason, asks, store_of
 from fedcg.errors import BadInputError
-from fedcg.terminal import Result, prints
+from fedcg.terminal import Result, command
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def token_revoke(
     return client.change("DELETE", f"/enrolment-tokens/{token}"), f"token {token} is revoked."
 
 
-@device_app.command("add")
-@prints
+@command(device_app, "add")
 def device_add(
     ids: Annotated[list[str], typer.Argument(help="Ids: lower-case letters, digits, dashes.")],
     directory: Directory,

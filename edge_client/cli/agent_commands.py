@@ -24,7 +24,7 @@ from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.child_python import loading
 from fedcg.errors import FAILED, NOT_CONNECTED, NOT_FOUND, BadInputError
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
-from fedcg.terminal import AsJson, Result, confirm, print_data, prints
+from fedcg.terminal import AsJson, Result, command, confirm, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -278,8 +278,7 @@ def run_command(
     raise typer.Exit(code)
 
 
-@app.command("status")
-@prints
+@command(app, "status")
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Show the state of this device: link, round, receipts, last decline, deployed model, outcome.
 

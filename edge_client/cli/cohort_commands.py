@@ -12,7 +12,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, alone_with_store, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.terminal import Result, ask_secret, confirm, prints
+from fedcg.terminal import Result, ask_secret, command, confirm
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
@@ -24,8 +24,7 @@ app = typer.Typer(
 )
 
 
-@app.command("create")
-@prints
+@command(app, "create")
 def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Create the cohort secret on the FIRST device, before its first round, and print the code for the other devices.
 
@@ -48,8 +47,7 @@ _REPLACED = (
 )
 
 
-@app.command("renew")
-@prints
+@command(app, "renew")
 def renew_command(config: ConfigOption = Path("agent.toml"), yes: YesOption = False) -> Result:
     """Replace the cohort secret, starting on ONE device, after a device was revoked, lost or stolen.
 
@@ -71,8 +69,7 @@ def renew_command(config: ConfigOption = Path("agent.toml"), yes: YesOption = Fa
     )
 
 
-@app.command("join")
-@prints
+@command(app, "join")
 def join_command(
     config: ConfigOption = Path("agent.toml"),
     code_file: Annotated[
@@ -109,8 +106,7 @@ def join_command(
     return {"joined": joined, "mark": mark}, text
 
 
-@app.command("status")
-@prints
+@command(app, "status")
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Print the marks of this device's secret and roster, and its last round with a sum.
 
@@ -141,8 +137,7 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     return values, "\n".join(lines)
 
 
-@app.command("card")
-@prints
+@command(app, "card")
 def card_command(
     config: ConfigOption = Path("agent.toml"),
     alone: Annotated[
@@ -168,8 +163,7 @@ def card_command(
     return {"device": settings.device, "card": card, "alone": alone}, card
 
 
-@app.command("roster")
-@prints
+@command(app, "roster")
 def roster_command(
     file: Annotated[str, typer.Argument(help="File with the `fedcg cohort card` lines of all devices; - for stdin.")],
     config: ConfigOption = Path("agent.toml"),
@@ -198,8 +192,7 @@ def roster_command(
     return {"devices": names, "alone": sorted(roster.alone), "mark": mark}, text
 
 
-@app.command("resume-sums")
-@prints
+@command(app, "resume-sums")
 def resume_sums_command(
     last: Annotated[
         int,

@@ -14,14 +14,13 @@ from edge_client.cli.shared_options import ConfigOption, alone_with_store, read_
 from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
 from fedcg.sentences import DEBUG, LEVEL_NAMES, sentence_of
-from fedcg.terminal import PassphraseFile, Result, passphrase_of, print_data, prints
+from fedcg.terminal import PassphraseFile, Result, command, passphrase_of, print_data, prints
 from fedcg.text_output import moment, moment_of
 
 store_app = typer.Typer(help="Check this device's private store.", no_args_is_help=True)
 
 
-@store_app.command("migrate")
-@prints
+@command(store_app, "migrate")
 def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Check the private store and its secrets. Changes nothing. Stop the agent first.
 

@@ -19,7 +19,7 @@ import typer
 from experiments.record import bench_record, write_record
 from experiments.settings import data_text, parse_seeds
 from fedcg.errors import BadInputError
-from fedcg.terminal import Result, prints
+from fedcg.terminal import Result, command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 privacy = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure attacks and the audit.")
@@ -35,8 +35,7 @@ Example: fedcg bench privacy """
 
 
 @privacy.command("null", help=f"{_AUDITS}null --out null --count 3")
-@privacy.command("plants", help=f'{_AUDITS}plants --out plants --images 100 --plant "scaled rows" --count 3')
-@prints
+@command(privacy, "plants", help=f'{_AUDITS}plants --out plants --images 100 --plant "scaled rows" --count 3')
 def audits_command(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for recordings and the record; a run resumes there.")],
@@ -62,8 +61,7 @@ def audits_command(
     return record, "\n".join(privacy_audits.lines(record["rates"]))
 
 
-@privacy.command("published")
-@prints
+@command(privacy, "published")
 def published_command(
     name: Annotated[str, typer.Argument(help="labels, membership, keys, reconstruction or active_gan.")],
     row: Annotated[list[str] | None, typer.Option(help="Only this row; repeat for more.")] = None,
@@ -83,8 +81,7 @@ def published_command(
     return found, "\n".join(f"{fmean(values):8.4f}  {title}" for title, values in found.items())
 
 
-@app.command("coordinator")
-@prints
+@command(app, "coordinator")
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,

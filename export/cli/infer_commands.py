@@ -19,7 +19,7 @@ from export.errors import ExportError, ServingError
 from export.model.versions import ModelVersions, Version
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS
-from fedcg.terminal import AsJson, Result, print_data, prints
+from fedcg.terminal import AsJson, Result, command, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -270,8 +270,7 @@ def serve_mqtt_command(
     server.run()
 
 
-@model_app.command("list")
-@prints
+@command(model_app, "list")
 def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
     """Verify the versions under DIR and list them, oldest first. Exit codes: 2 if one does not match its manifest or signature; 7 if there is none.
 
@@ -326,8 +325,7 @@ def _some(what: str, problems: Iterable[str], of: int) -> ExportError:
     return ExportError("\n  ".join((f"{len(each)} of {of} {what}", *each)))
 
 
-@model_app.command("use")
-@prints
+@command(model_app, "use")
 def use_version(
     root: Root, version: Annotated[str, typer.Argument(help="Version to use, e.g. 0002.")], signed_by: SignedBy = None
 ) -> Result:
@@ -342,8 +340,7 @@ def _in_use(model: Path) -> Result:
     return {"model": str(model)}, f"in use: {model}\nNext: fedcg infer --model {model} IMAGE"
 
 
-@model_app.command("rollback")
-@prints
+@command(model_app, "rollback")
 def roll_back(root: Root, signed_by: SignedBy = None) -> Result:
     """Return to the previous version.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from export.cli.infer_commands import Root, Threads, model_app
 from export.model.manifest import MANIFEST_NAME, Manifest, read_all
 from export.model.versions import ModelVersions
-from fedcg.terminal import Result, prints
+from fedcg.terminal import Result, command
 
 if TYPE_CHECKING:
     from export.build.variants import HeldOut
@@ -28,8 +28,7 @@ Images = Annotated[
 ]
 
 
-@model_app.command("optimise")
-@prints
+@command(model_app, "optimise")
 def optimise_command(
     root: Root,
     images: Images,

@@ -9,7 +9,7 @@ import typer
 from fedcg.learning.errors import ExtensionError
 from fedcg.learning.method_choice import method_choice
 from fedcg.learning.registry import method_names
-from fedcg.terminal import Result, prints
+from fedcg.terminal import Result, command
 from fedcg.text_output import table
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD
 
@@ -26,8 +26,7 @@ _LABEL_COUNTS = {
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 
 
-@method_app.command("list")
-@prints
+@command(method_app, "list")
 def list_methods() -> Result:
     """List all methods and when to use each, recommended ones first.
 
@@ -49,8 +48,7 @@ def _title(name: str) -> str:
         return f"can't be used: {error}"
 
 
-@method_app.command("show")
-@prints
+@command(method_app, "show")
 def show_method(name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")]) -> Result:
     """Show what a method shares, what it keeps private, and its parameters with their defaults.
 

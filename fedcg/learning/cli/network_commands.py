@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from fedcg.learning import split_names
-from fedcg.terminal import Result, prints
+from fedcg.terminal import Result, command
 
 network_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -15,8 +15,7 @@ def _group() -> None:
     """The networks that a federation can use."""
 
 
-@network_app.command("list")
-@prints
+@command(network_app, "list")
 def list_networks() -> Result:
     """List all splits, generators and discriminators, and the pretrained weights found on this machine.
 
