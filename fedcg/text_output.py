@@ -40,12 +40,13 @@ _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> str:
     """Rows below their headers, in columns two spaces apart; `empty` instead of a table without rows."""
     cells = [[NOTHING if value in (None, "") else str(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (list(map(str.upper, columns)), *cells)
-    ]
-    return "\n".join(lines) if cells else empty
+    return "\n".join(aligned([list(map(str.upper, columns)), *cells])) if cells else empty
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row, in columns two spaces apart; never truncated to the terminal's width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def plain(sentence: str) -> str:
