@@ -299,7 +299,7 @@ class OwnerControl:
         try:
             check_kept(data, policy, self._config.device)
         except FirewallError as error:
-            reporter.refuse("outbox", error)
+            reporter.refusals.note("outbox", error)
             at = entry.round_attempt
             self._store.save_delivery(DeliveryRecord(entry.artifact, at.round, at.attempt, WITHHELD, str(error)))
             return False
