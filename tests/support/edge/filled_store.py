@@ -74,8 +74,8 @@ def contents(store: PrivateStore) -> dict[str, Any]:
         "seen": store.seen,
         "pinned": lambda: store.pinned_key(ENROLLED),
         "deliveries": store.deliveries,
-        "finalised": store.finalised,
-        "privacy": store.privacy,
+        "finalised": lambda: store.record(FINALISED_FILE),
+        "privacy": lambda: store.record(PRIVACY_FILE),
         "checkpoint": lambda: {name: one.tolist() for name, one in store.checkpoint.load(MARK)[0].items()},
     }
     return {name: _result_of(look) for name, look in looks.items()}
