@@ -238,7 +238,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
 def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_lives(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(PrivateStore, "save_finalised", raising(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(PrivateStore, "save_record", raising(OSError(errno.ENOSPC, "No space left on device")))
     assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=False)
     assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
     assert f"Free space on, or repair, {site.store.root}" in caplog.text
