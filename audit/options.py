@@ -1,12 +1,12 @@
 """The options of `fedcg audit run`; independent of torch."""
 
-import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from fedcg.text_output import command_line
 from fedcg.values import Value
 
 
@@ -57,11 +57,6 @@ class AuditOptions(Value):
 
     def command(self) -> str:
         """Return the command that repeats the audit."""
-        words = ["fedcg", "audit", "run"]
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value == option.default or option.name in ("processes", "force"):
-                continue
-            for one in value if isinstance(value, list) else (value,):
-                words += [f"--{option.name.replace('_', '-')}", str(one)]
-        return shlex.join(words)
+        of_result = (option for option in fields(self) if option.name not in ("processes", "force"))
+        values = ((option.name, option.default, getattr(self, option.name)) for option in of_result)
+        return command_line("audit", "run", **{name: value for name, default, value in values if value != default})

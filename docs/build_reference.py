@@ -253,11 +253,7 @@ def _methods() -> Iterator[Page]:
 
 
 def _networks() -> Iterator[Page]:
-    kinds = {
-        "split": [*split_names.BUILT_IN, *split_names.BACKBONES],
-        "generator": generator_names(),
-        "discriminator": DISCRIMINATORS,
-    }
+    kinds = {**_sized(), "split": [*split_names.BUILT_IN, *split_names.BACKBONES]}
     rows = ((_code(kind), ", ".join(map(_code, names))) for kind, names in kinds.items())
     about = "A plan may also name [a pretrained backbone](../how-to/backbones.md) or [an own network](../how-to/add-a-network.md)."
     sizes = _table("network, part, bytes", _sizes())
@@ -265,11 +261,15 @@ def _networks() -> Iterator[Page]:
     yield "networks", ["# Networks", _table("field of `[network]`, names", rows), about, "## Sizes", unit, sizes]
 
 
+def _sized() -> dict[str, Iterable[str]]:
+    """The networks whose sizes are listed, by field of `[network]`."""
+    return {"split": split_names.BUILT_IN, "generator": generator_names(), "discriminator": DISCRIMINATORS}
+
+
 def _sizes() -> Iterator[tuple[str, ...]]:
     form = {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5] * 3, "std": [0.5] * 3}
     about = {"federation": "f", "classes": list("0123456789"), "input": form, "method": "local", "rounds": 1}
-    kinds = {"split": split_names.BUILT_IN, "generator": generator_names(), "discriminator": DISCRIMINATORS}
-    for kind, name in ((kind, name) for kind, names in kinds.items() for name in names):
+    for kind, name in ((kind, name) for kind, names in _sized().items() for name in names):
         plan = FederationPlan.model_validate({**about, "network": {"split": "lenet5", kind: name}})
         parts = frozenset({Part.EXTRACTOR, Part.CLASSIFIER} if kind == "split" else {Part(kind)})
         for part, tensors in layouts(plan, parts).items():

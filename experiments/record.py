@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shlex
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from typing import Any
 
 from devices.detect import detect
 from fedcg.files import READABLE, replace_durably
+from fedcg.text_output import command_line
 
 RECORD_FORMAT = 1
 
@@ -49,15 +49,13 @@ def bench_record(kind: str, setting: Mapping[str, Any], *words: object, **option
         words: of the command, after `kind`.
         options: of the command; a list repeats its option.
     """
-    repeated = {name: some if isinstance(some, list) else [some] for name, some in options.items()}
-    given = [word for name, some in repeated.items() for one in some for word in (f"--{name}", str(one))]
     return {
         "format": RECORD_FORMAT,
         "kind": kind,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **versions()},
-        "command": shlex.join(["fedcg", *kind.split(), *map(str, words), *given]),
+        "command": command_line(*kind.split(), *words, **options),
         "setting": dict(setting),
     }
 

@@ -153,9 +153,7 @@ def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if (event := _parse(line)) is not None:
-                yield event
+        yield from filter(None, map(event_in, lines))
 
 
 def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]:
@@ -166,9 +164,8 @@ def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]
             while True:
                 begun += lines.readline()
                 if begun.endswith("\n"):
-                    event, begun = _parse(begun), ""
-                    if event is not None:
-                        yield event
+                    yield from filter(None, [event_in(begun)])
+                    begun = ""
                 elif is_rotated:  # and everything written before the rotation is read
                     break
                 else:
@@ -183,7 +180,8 @@ def _bounded(value: EventValue) -> EventValue:
     return [log_text(each) for each in value] if isinstance(value, list) else value
 
 
-def _parse(line: str) -> dict[str, EventValue] | None:
+def event_in(line: str) -> dict[str, EventValue] | None:
+    """The event in a line of a log; None for a torn line."""
     try:
         event = json.loads(line) if line.endswith("\n") else None
     except ValueError:

@@ -74,6 +74,11 @@ def print_data(data: object) -> None:
     _print({"ok": True, "data": data})
 
 
+def line_printer(*, as_json: bool) -> Callable[[str], None]:
+    """A function that prints each line of a server immediately, for scripts or for people."""
+    return lambda line: print_data({"message": line}) if as_json else typer.echo(line)  # both flush
+
+
 def print_error(kind: str, message: str, next_step: str, data: object = None) -> None:
     """Print why a command failed, what to do, and any results that it found."""
     found = {} if data is None else {"data": data}

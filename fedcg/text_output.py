@@ -1,6 +1,7 @@
 """Text output of commands and the times that they parse: tables with headers, times in UTC, spans such as 30m."""
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -40,12 +41,20 @@ _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> str:
     """Rows below their headers, in columns two spaces apart; `empty` instead of a table without rows."""
     cells = [[NOTHING if value in (None, "") else str(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (list(map(str.upper, columns)), *cells)
-    ]
-    return "\n".join(lines) if cells else empty
+    return "\n".join(aligned([list(map(str.upper, columns)), *cells])) if cells else empty
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row, in columns two spaces apart; never truncated to the terminal's width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def command_line(*words: object, **options: object) -> str:
+    """A command of this program as a shell takes it; a list repeats its option."""
+    each = ((name, one) for name, some in options.items() for one in (some if isinstance(some, list) else [some]))
+    given = (word for name, value in each for word in (f"--{name.replace('_', '-')}", value))
+    return shlex.join(map(str, ("fedcg", *words, *given)))
 
 
 def plain(sentence: str) -> str:

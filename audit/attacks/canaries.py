@@ -103,7 +103,7 @@ def make_canaries(spec: FederationSpec, count: int, streams: Streams) -> ImageSe
 def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) -> tuple[Values, Values]:
     """Return the log posterior of each canary's label [N] before the round, and its increase in the round."""
     before, after = (
-        np.log(confidence(networks.whole_model(view.spec, extractor, parts[Part.CLASSIFIER]), canaries) + _TINY)
+        np.log(confidence(networks.whole_model(view.spec, {**parts, Part.EXTRACTOR: extractor}), canaries) + _TINY)
         for extractor, parts in zip(extractors, (view.before.parts, view.update), strict=True)
     )
     return before, after - before

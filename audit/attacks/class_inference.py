@@ -40,7 +40,6 @@ _GENERATOR_LR = 1e-3
 _DISCRIMINATOR_LR = 1e-5
 _LIKELY = 0.3  # weight of the coefficients' mean square: likely images
 _BETAS = (0.5, 0.999)
-_WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
 def widened(classifier: nn.Module, classes: int) -> nn.Module:
@@ -112,9 +111,9 @@ def trained_judges(
     """
     judges = []
     for own in (streams.at("judge", number) for number in range(count)):
-        start = {part: weights_of(build_part(view.spec, part, own.generator(part.value))) for part in _WHOLE}
+        start = {part: weights_of(build_part(view.spec, part, own.generator(part.value))) for part in networks.WHOLE}
         trained = networks.trained_alone(view, start, images, own, epochs)
-        judges.append(networks.whole_model(view.spec, *(trained[part] for part in _WHOLE)))
+        judges.append(networks.whole_model(view.spec, trained))
         tick()
     return judges
 
@@ -296,7 +295,7 @@ def _drawn(
             drawn[name] = [images(model, own) for model, (_, own) in zip(surrogates, runs, strict=True)]
     trained = networks.trained_alone(view, view.start(), truth.train, streams, plan.control_epochs)
     for name, parts in ((_CONTROL, trained), (_UNTRAINED, view.start())):
-        models = [networks.whole_model(view.spec, *(parts[part] for part in _WHOLE)) for _ in range(_CONTROL_GANS)]
+        models = [networks.whole_model(view.spec, parts) for _ in range(_CONTROL_GANS)]
         drawn[name] = [images(model, streams.at(name, number)) for number, model in enumerate(models)]
     return drawn
 

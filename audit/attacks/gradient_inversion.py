@@ -42,7 +42,6 @@ _DEVIATIONS = (0.001**0.5, 0.1**0.5)  # FedCG table 2: noise of variance 0.001 a
 _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
 _GENERATED = 64
-_WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
 class Match(str, Enum):
@@ -239,7 +238,7 @@ def _gradients_of(view: View, true: Parts, images: ImageSet, rows: int = 1) -> l
 
 
 def _sent_parts(view: View) -> tuple[Part, ...]:
-    return _WHOLE if view.shares_extractor else (Part.CLASSIFIER,)
+    return networks.WHOLE if view.shares_extractor else (Part.CLASSIFIER,)
 
 
 def in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -309,7 +308,7 @@ def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick
 def _revealed(view: View, true: Parts, images: ImageSet) -> ImageSet | None:
     """Return the features and labels that the gradients of single images reveal; None if the first linear layer is not next to the extractor."""
     seen, shape = _gradients_of(view, true, images), feature_shape(view.spec)
-    model = networks.whole_model(view.spec, *(true[part] for part in _WHOLE))
+    model = networks.whole_model(view.spec, true)
     features = torch.stack([gradients.revealed_features(model, one) for one in seen])
     if features.shape[1] != int(np.prod(shape)):
         return None

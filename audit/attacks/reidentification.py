@@ -181,7 +181,7 @@ def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | Non
     view, sent = case.view, case.view.update[Part.CLASSIFIER]
     extractors = (case.truth.after or {}) if source is Extractor.TRUE else view.update
     if Part.EXTRACTOR in extractors:
-        after = networks.whole_model(view.spec, extractors[Part.EXTRACTOR], sent)
+        after = networks.whole_model(view.spec, {**extractors, Part.CLASSIFIER: sent})
     elif source in (Extractor.START, Extractor.SURROGATE, Extractor.COLLUDER):
         after = replace(before, classifier=load_part(view.spec, Part.CLASSIFIER, sent).eval())
     else:

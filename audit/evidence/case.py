@@ -218,12 +218,11 @@ class Case(Value):
     truth: Truth
     streams: Streams
 
-    def model(self, *, after: bool = False) -> Mapping[Part, Weights] | None:
-        """Return the device's whole model at the start (or end) of the round, private and shared parts; None without `--private`."""
-        private = self.truth.after if after else self.truth.before
-        if private is None and self.view.hidden:
+    def model(self) -> Mapping[Part, Weights] | None:
+        """Return the device's whole model at the start of the round, private and shared parts; None without `--private`."""
+        if self.truth.before is None and self.view.hidden:
             return None
-        return {**(private or {}), **(self.view.update if after else self.view.before.parts)}
+        return {**(self.truth.before or {}), **self.view.before.parts}
 
     def lacks(
         self,

@@ -78,11 +78,13 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
     return module
 
 
-def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -> WholeModel:
-    """Return a model with these weights."""
-    parts = ((Part.EXTRACTOR, extractor), (Part.CLASSIFIER, classifier))
+WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
+
+
+def whole_model(spec: FederationSpec, parts: Mapping[Part, Weights]) -> WholeModel:
+    """Return a model with the weights of these parts; only those of `WHOLE` are used."""
     with lent_generators(0):  # torch's layers draw weights when they are created
-        nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
+        nets = [twice_differentiable(load_part(spec, part, parts[part])).eval() for part in WHOLE]
     return WholeModel(nets[0], nets[1], spec.input)
 
 
@@ -131,7 +133,8 @@ def assembled(
 ) -> WholeModel:
     """Return the classifier of an update behind an extractor from a source; arguments as for `estimated_extractor`."""
     classifier = view.update[Part.CLASSIFIER]
-    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams, epochs, features), classifier)
+    extractor = estimated_extractor(view, source, classifier, streams, epochs, features)
+    return whole_model(view.spec, {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier})
 
 
 def _surrogate(

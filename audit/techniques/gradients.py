@@ -77,7 +77,7 @@ def batch_gradient(
     parts: Sequence[Part],
 ) -> BatchGradient:
     """Return the gradient that the device would send for a batch after one step, with its true model."""
-    true = networks.whole_model(spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
+    true = networks.whole_model(spec, model)
     found = gradient(true, pixels, labels, parts)
     return BatchGradient(tuple(parts), tuple(value.detach() for value in found), len(labels))
 

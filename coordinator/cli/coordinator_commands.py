@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coordinator.cli.federation_commands import federation_app, federations_table
-from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, line_printer, store_of
+from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, store_of
 from fedcg.child_python import loading
 from fedcg.errors import FAILED
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
-from fedcg.terminal import AsJson, PassphraseFile, Result, command, passphrase_of
+from fedcg.terminal import AsJson, PassphraseFile, Result, command, line_printer, passphrase_of
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:

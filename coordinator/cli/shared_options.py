@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedcg.terminal import Result, print_data, prints, with_options
+from fedcg.terminal import Result, prints, with_options
 
 if TYPE_CHECKING:
     from coordinator.paths import Home
@@ -74,15 +74,3 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
     home = Home(directory).require()
     with explained(home), closing(Store.of(home)) as store:
         yield home, store
-
-
-def line_printer(*, as_json: bool) -> Callable[[str], None]:
-    """A function that prints each line of a server immediately, for scripts or for people."""
-
-    def print_line(line: str) -> None:
-        if as_json:
-            print_data({"message": line})
-        else:
-            print(line, flush=True)  # noqa: T201 - the commands' output
-
-    return print_line

@@ -12,7 +12,7 @@ from edge_client.link.artifact_transfer import ArtifactTransfer
 from edge_client.link.coordinator_link import CoordinatorLink
 from edge_client.session import signals
 from edge_client.session.state import SessionState
-from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, DeliveryRecord, PrivateStore
 from edge_client.store.sum_keeper import SumKeeper
 from edge_client.training.trainer_handle import TrainerHandle
 from fedcg.event_log import EventLog
@@ -279,5 +279,5 @@ class CommandExecutor:
 
     def _done(self, command: signals.Done, state: SessionState) -> None:
         self.outcome = command.succeeded
-        end = describe_end(self.store.finalised(), succeeded=command.succeeded)
+        end = describe_end(self.store.record(FINALISED_FILE), succeeded=command.succeeded)
         self.events.write("finished", succeeded=command.succeeded, summary=end)

@@ -29,7 +29,7 @@ from edge_client.session.signals import Command, Input, LinkChanged, SendHello, 
 from edge_client.session.state import REVOKED_RETRY_S, SessionState, TrainerState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, PrivateStore
 from edge_client.training.trainer_handle import TrainerHandle, TrainerReport
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog
@@ -171,7 +171,7 @@ class Agent:
             self._reporter.damage(problem)
         epoch, *highest = self._trust.order.highest
         committed = None if generation is None else generation.round_attempt
-        final = self._store.finalised().get("aggregate")
+        final = self._store.record(FINALISED_FILE).get("aggregate")
         return SessionState(
             federation=self._config.federation,
             device=self._config.device,
@@ -326,7 +326,7 @@ class Agent:
             self._trainer.stop()
             self._adopt_commit()  # it may have died after its commit and before its report
             self._handle(signals.TrainingAbandoned())
-        elif reply["ok"] and isinstance(request, owner.ApproveRequest | owner.RevokeRequest):
+        elif reply["ok"] and isinstance(request, owner.DecisionRequest):
             delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
             if is_withheld and delivery is not None and delivery.update is not None:
                 self._transfer.carrier.end(delivery.update.id)

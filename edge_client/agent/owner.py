@@ -76,21 +76,14 @@ class StatusRequest(_Request):
     command: Literal["status"] = "status"
 
 
-class ApproveRequest(_Request):
-    """Approve exactly this spec."""
+class DecisionRequest(_Request):
+    """Approve exactly this spec, or revoke its approval."""
 
-    command: Literal["approve"] = "approve"
+    command: Literal["approve", "revoke"]
     spec: Sha256
 
 
-class RevokeRequest(_Request):
-    """Revoke the approval of a spec."""
-
-    command: Literal["revoke"] = "revoke"
-    spec: Sha256
-
-
-OwnerRequest = PauseRequest | ResumeRequest | StatusRequest | ApproveRequest | RevokeRequest
+OwnerRequest = PauseRequest | ResumeRequest | StatusRequest | DecisionRequest
 _REQUESTS: TypeAdapter[OwnerRequest] = TypeAdapter(Annotated[OwnerRequest, Field(discriminator="command")])
 
 
@@ -306,7 +299,7 @@ class OwnerControl:
         try:
             check_kept(data, policy, self._config.device)
         except FirewallError as error:
-            reporter.refuse("outbox", error)
+            reporter.refusals.note("outbox", error)
             at = entry.round_attempt
             self._store.save_delivery(DeliveryRecord(entry.artifact, at.round, at.attempt, WITHHELD, str(error)))
             return False
@@ -398,7 +391,7 @@ class OwnerControl:
 
 
 def decide(
-    config: AgentConfig, store: PrivateStore, events: EventLog, request: ApproveRequest | RevokeRequest, now: float
+    config: AgentConfig, store: PrivateStore, events: EventLog, request: DecisionRequest, now: float
 ) -> dict[str, Any]:
     """Record or revoke the owner's approval of a spec and of the program's current code. The caller holds the store's lock.
 
@@ -406,7 +399,7 @@ def decide(
         OwnerRequestError: unknown spec, or it is not approved.
         ProgramError: the program no longer exists.
     """
-    digest, consent, is_approval = request.spec, Consent(store.root), isinstance(request, ApproveRequest)
+    digest, consent, is_approval = request.spec, Consent(store.root), request.command == "approve"
     if is_approval and store.spec(digest) is None:
         raise OwnerRequestError(f"no spec {digest} in the store; `fedcg agent approve --list` lists waiting specs")
     if is_approval:

@@ -115,14 +115,15 @@ class EventReporter:
 
     def report(self, event: Input) -> None:
         """Record the next event of the state machine."""
-        if isinstance(event, Welcomed | Invited):
-            self._report_cohort(event.cohort)
+        if isinstance(event, Welcomed | Invited) and event.cohort is not self._cohort:
+            self._cohort = event.cohort
+            self._events.write("cohort", others=event.cohort.value)
         if isinstance(event, Welcomed | HelloRefused):
             self._hellos = 0
         if isinstance(event, Welcomed):
             self._events.write("welcomed", epoch=event.epoch, version=event.version)
         elif isinstance(event, HelloRefused):
-            self.refuse("hello", VersionError(event.reason))
+            self.refusals.note("hello", VersionError(event.reason))
         elif isinstance(event, Offered):
             self.rounds = event.offer.rounds
             self._events.write("offer", **self._at(event.offer.at), live=event.live)
@@ -177,7 +178,7 @@ class EventReporter:
         try:
             yield
         except WireError as error:
-            self.refuse(refused, error)
+            self.refusals.note(refused, error)
         except OSError as error:
             self.disk_failed(failed, error)
 
@@ -188,16 +189,7 @@ class EventReporter:
 
     def damage(self, problem: str) -> None:
         """Report that something in the private store is damaged."""
-        self.refuse("store", IntegrityError(problem))
-
-    def refuse(self, what: str, error: Exception) -> None:
-        """Count a received or stored item that was rejected."""
-        self.refusals.note(what, error)
-
-    def _report_cohort(self, verdict: schemas.CohortVerdict) -> None:
-        if verdict is not self._cohort:
-            self._cohort = verdict
-            self._events.write("cohort", others=verdict.value)
+        self.refusals.note("store", IntegrityError(problem))
 
 
 REPORT_EVERY_S = 300.0

@@ -150,12 +150,12 @@ def _listed(kept: ConsentFile) -> Result:
 
 def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
     """Send the decision to the running agent. Without a running agent, write it into the store."""
-    from edge_client.agent.owner import ApproveRequest, RevokeRequest, ask_agent, decide
+    from edge_client.agent.owner import DecisionRequest, ask_agent, decide
     from edge_client.errors import NotRunningError
     from edge_client.store.private_store import open_store
     from fedcg.event_log import EventLog
 
-    request = ApproveRequest(spec=digest) if approve else RevokeRequest(spec=digest)
+    request = DecisionRequest(command="approve" if approve else "revoke", spec=digest)
     try:
         ask_agent(settings.store, request)
     except NotRunningError:

@@ -225,7 +225,7 @@ def _images(store: PrivateStore, generation: Generation | None) -> Status:
 
 def _spent(store: PrivateStore) -> str | None:
     try:
-        record = store.privacy()
+        record = store.record(PRIVACY_FILE)
     except errors.DamagedFileError as error:
         return f"unknown: {error}"
     if not record:

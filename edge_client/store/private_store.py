@@ -88,7 +88,12 @@ LEFT_OUT_KEPT = 200
 AUDIT_FOLDER = "audit"
 DEFENCE_FOLDER = "defence"
 CONTROL_FOLDER = "control"
+FINALISED_FILE = "finalised.json"
+"""The outcome of the federation."""
 PRIVACY_FILE = "privacy.json"
+"""The privacy spent by DP-SGD on this device."""
+NUMBERS_FILE = "numbers.json"
+"""The training process's record of this device's numbers in the last sealed sum, which decides whether they may be in a sum."""
 REVOKED_FILE = "revoked.json"
 SECRET_FILES = ("device.key", "sums.key", "cohort.key", "cohort.before.key")
 PARTIAL_FILES = 8
@@ -426,29 +431,13 @@ class PrivateStore:
         ended = {record.artifact for record in self.deliveries()}
         return None if generation.outbox.artifact in ended else generation.outbox
 
-    def finalised(self) -> dict[str, Any]:
-        """The outcome of the federation; empty before its end."""
-        return read_json(self.root / "finalised.json")
+    def record(self, file: str) -> dict[str, Any]:
+        """The values in `FINALISED_FILE`, `PRIVACY_FILE` or `NUMBERS_FILE`; empty before the first ones."""
+        return read_json(self.root / file)
 
-    def save_finalised(self, outcome: dict[str, Any]) -> None:
-        """Store the outcome of the federation."""
-        write_json(self.root / "finalised.json", outcome)
-
-    def privacy(self) -> dict[str, Any]:
-        """The privacy spent by DP-SGD on this device; empty before its first round."""
-        return read_json(self.root / PRIVACY_FILE)
-
-    def save_privacy(self, record: Mapping[str, Any]) -> None:
-        """Save the privacy spent by DP-SGD."""
-        write_json(self.root / PRIVACY_FILE, record)
-
-    def numbered(self) -> dict[str, Any]:
-        """The training process's record of this device's numbers in the last sealed sum; empty before the first sum."""
-        return read_json(self.root / "numbers.json")
-
-    def save_numbered(self, found: Mapping[str, Any]) -> None:
-        """Save the record that decides whether these numbers may be in a sum."""
-        write_json(self.root / "numbers.json", found)
+    def save_record(self, file: str, values: Mapping[str, Any]) -> None:
+        """Replace the values in such a file."""
+        write_json(self.root / file, values)
 
     def sum_record(self, exchange: SumExchange) -> dict[str, Any]:
         """This device's record of the last sealed sum of weights or parts; empty before the first sum."""

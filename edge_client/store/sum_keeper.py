@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import StoreError
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import NUMBERS_FILE, PrivateStore
 from fedcg.values import Value
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
@@ -240,7 +240,7 @@ class SumKeeper:
     def _with_list(self, at: SumRound, kept: _Kept, names: tuple[str, ...]) -> tuple[_List, ...]:
         """The signed lists including this one, after checking that its numbers may be in this sum in addition to earlier ones."""
         try:
-            own = Numbered.model_validate(self._store.numbered())
+            own = Numbered.model_validate(self._store.record(NUMBERS_FILE))
         except ValidationError as error:
             raise SumError("this device's numbers of the round are unknown") from error
         if (own.round, own.attempt) != (at.round, at.attempt):

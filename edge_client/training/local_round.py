@@ -27,7 +27,7 @@ from edge_client.session.signals import TrainRound, WeighRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
-from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
+from edge_client.store.private_store import NUMBERS_FILE, PRIVACY_FILE, PrivateStore
 from edge_client.store.sum_keeper import SumMasks, masks_in
 from edge_client.training.local_data import RoundData
 from edge_client.training.sealed_parts import believed, numbered, opened_parts, sum_round
@@ -91,7 +91,7 @@ def begin_round(
     if settings is None:
         return None
     check_mechanisms(ctx.spec, method, ctx.privacy)
-    kept = store.privacy()
+    kept = store.record(PRIVACY_FILE)
     if not kept and scores is not None and COVERED in scores:
         raise _unknown(store, "is missing")
     params = method.params_type.model_validate(ctx.spec.params)
@@ -103,7 +103,7 @@ def begin_round(
     _check_budget(spent, settings)
     is_covered = scores is None or COVERED in scores
     found = PrivacySpent(epsilon=spent.epsilon(settings.delta), delta=settings.delta, budget=settings.budget_epsilon)
-    store.save_privacy({**about, "spent": spent.to_json(), "covered": is_covered, **found.model_dump()})
+    store.save_record(PRIVACY_FILE, {**about, "spent": spent.to_json(), "covered": is_covered, **found.model_dump()})
     return found if is_covered else None
 
 
@@ -460,13 +460,16 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
     sealing = None if done.masks is None else Sealing(done.masks.share, done.masks.mask)
     if sealing is not None:
         at = RoundAttempt(done.ctx.round, done.ctx.attempt)
-        told, before = numbered(work, spec, at, shared, done.aggregate, done.base).model_dump(), work.store.numbered()
+        told, before = (
+            numbered(work, spec, at, shared, done.aggregate, done.base).model_dump(),
+            work.store.record(NUMBERS_FILE),
+        )
         if (
             all(before.get(name) == told[name] for name in ("round", "attempt"))
             and before.get("digest") != told["digest"]
         ):
             raise RoundError(DeclineReason.NO_SUM, "other numbers of this attempt may have been sent with these masks")
-        work.store.save_numbered(told)
+        work.store.save_record(NUMBERS_FILE, told)
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
     if not work.config.audit.is_on:

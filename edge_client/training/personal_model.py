@@ -15,6 +15,7 @@ from pathlib import Path
 
 from edge_client.session.signals import ChooseModel
 from edge_client.store.generations import Snapshot, StoredState
+from edge_client.store.private_store import FINALISED_FILE
 from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import as_aggregate, decode_aggregate, load_spec
 from edge_client.training.workplace import Measured, Workplace, measure, with_downloaded
@@ -170,14 +171,14 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
         WireError: the final aggregate can't be used.
         ExportError: the chosen model can't be exported, so no model is installed.
     """
-    kept = work.store.finalised()
+    kept = work.store.record(FINALISED_FILE)
     if kept.get("aggregate") == command.aggregate:
         return kept
     outcome: Outcome = {"aggregate": command.aggregate, "spec": command.spec, "candidate": None}
     stored = work.store.generations.load()
     if stored is not None and stored.generation.spec == command.spec:
         outcome |= _choose(work, command, stored)
-    work.store.save_finalised(outcome)
+    work.store.save_record(FINALISED_FILE, outcome)
     return outcome
 
 

@@ -3,7 +3,6 @@
 The report of the last audit is in the folder `audit` of the private store. It shows images of the device and is never sent.
 """
 
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
+from fedcg.text_output import command_line
 from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.messages.schemas import DeclineReason
@@ -165,5 +165,5 @@ def _write_report(
 
 def _command(config: AgentConfig, number: int) -> str:
     """The command for a longer audit of the same update, once it has been sent."""
-    words = ["--data", str(config.data.root), "--private", str(config.store), "--client", config.device]
-    return f"fedcg audit run --updates OBSERVED --round {number} --out OUT {shlex.join(words)}"
+    of_device = {"data": config.data.root, "private": config.store, "client": config.device}
+    return command_line("audit", "run", updates="OBSERVED", round=number, out="OUT", **of_device)

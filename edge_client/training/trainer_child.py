@@ -166,11 +166,11 @@ class Trainer:
         try:
             with self._turn(attempt):
                 if isinstance(command, signals.WeighRound):
-                    return self._weigh(command)
+                    return signals.Weighed(attempt, *images_of_round(self._work, command))
                 return self._train(command) if isinstance(command, signals.TrainRound) else self._choose(command)
-        except OSError as error:  # from the lock; errors of the work are already reports
+        except (EdgeError, WireError, ExportError, LearningError, DivergedError, OSError) as error:
             if not isinstance(command, signals.ChooseModel):
-                return signals.RoundFailed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
+                return signals.RoundFailed(attempt, reason_for(error), self._explain(error))
             self._events.write("finalise_failed", detail=self._explain(error))
             return signals.Chosen(command.aggregate, succeeded=False)
 
@@ -181,12 +181,6 @@ class Trainer:
             self._events.write("phase_started", phase="wait", **vars(attempt), pid=os.getpid())
 
         return turn(lock, waits, working)
-
-    def _weigh(self, command: signals.WeighRound) -> signals.WorkReport:
-        try:
-            return signals.Weighed(command.round_attempt, *images_of_round(self._work, command))
-        except (EdgeError, LearningError, DivergedError, OSError) as error:
-            return signals.RoundFailed(command.round_attempt, reason_for(error), self._explain(error))
 
     def _train(self, command: signals.TrainRound) -> signals.WorkReport:
         if self._obstacle is not None:
@@ -252,12 +246,7 @@ class Trainer:
         os._exit(BROKEN_EXIT)
 
     def _choose(self, command: signals.ChooseModel) -> signals.WorkReport:
-        try:
-            outcome = choose_model(self._work, command)
-        except (EdgeError, WireError, ExportError, LearningError, DivergedError, OSError) as error:
-            detail = self._explain(error)
-            self._events.write("finalise_failed", detail=detail)
-            return signals.Chosen(command.aggregate, succeeded=False)
+        outcome = choose_model(self._work, command)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
         return signals.Chosen(command.aggregate, succeeded=True)
 

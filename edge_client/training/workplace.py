@@ -153,11 +153,10 @@ class Measured(Value):
 
 def measure(spec: FederationSpec, parts: Parts, data: RoundData, common: ImageSet | None, place: str) -> Measured:
     """Evaluate a personal model on validation, test and common images."""
-    found = [
+    val, test, shared = (
         evaluate(spec, parts, images, place) if images is not None and len(images) else None
         for images in (data.val, data.test, common)
-    ]
-    val, test, shared = found
+    )
     return Measured(
         val=None if val is None else val.accuracy,
         val_loss=None if val is None else val.loss,

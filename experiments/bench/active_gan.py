@@ -23,9 +23,7 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, beginning, simulated_rounds
 from fedcg.learning.spec import plan_from_mapping
-from fedcg.wire.parts import Part
 
-_WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
 _STEPS = 40  # of the GAN in a round
 _SENT = 32  # mislabelled images in a round
 _COMPARED = 50  # images of the victim for SSIM
@@ -58,7 +56,7 @@ def active_gan(run: RunSetting) -> Figures:
     yield from scored("real images of the class", unit_pixels(outside.images[outside.labels == target])[:DRAWN])
     long = networks.trained_alone(view, initial_parts(spec, bytes(32)), train, streams, 40)
     gan = ClassGan(known, target, streams.at("control"))
-    gan.train(networks.whole_model(spec, *(long[part] for part in _WHOLE)), _STEPS * run.rounds)
+    gan.train(networks.whole_model(spec, long), _STEPS * run.rounds)
     yield from scored("control", gan.images(streams.generator("images")))
     for has_class in (True, False):
         held = train if has_class else train.rows((~own).nonzero().flatten())
@@ -91,7 +89,7 @@ def _attacked(
             train = joined(train, ImageSet(fakes, torch.full((_SENT,), wrong), train.classes))
         poisoned = replace(party, datasets={**party.datasets, attacker: replace(data, train=train)})
         now = next(simulated_rounds(poisoned, Schedule(shadow=False, evaluate_every=rounds), resume=now))
-        gan.train(networks.whole_model(party.spec, *(now.aggregate.parts[part] for part in _WHOLE)), _STEPS)
+        gan.train(networks.whole_model(party.spec, now.aggregate.parts), _STEPS)
     assert now is not None
     return gan.images(streams.generator("images")), now.global_accuracy[-1][1]
 

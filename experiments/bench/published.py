@@ -40,7 +40,6 @@ from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 
 Figures = Iterator[tuple[str, float]]
-WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
 _PROBES = ("uniform", "gaussian", "auxiliary", "features")
 _SIZES, _TRIES, _DRAWS, _ROWS, _IMAGES = (32, 64, 128), 32, 10, 500, 2
 _SETTINGS = tomllib.loads(files(__package__).joinpath("published.toml").read_text(encoding="utf-8"))
@@ -120,15 +119,17 @@ def labels(run: RunSetting) -> Figures:
     ends = {**result.states[client].parts, **result.aggregate.parts}
     for state, parts in (("initial", initial_parts(spec, party.roots.cohort)), ("trained", ends)):
         own = Part.EXTRACTOR in result.aggregate.parts
-        known = parts if own else {**parts, WHOLE[0]: initial_parts(spec, spec_root(spec.seed))[WHOLE[0]]}
-        true, model = (networks.whole_model(spec, *(some[part] for part in WHOLE)) for some in (parts, known))
+        known = (
+            parts if own else {**parts, networks.WHOLE[0]: initial_parts(spec, spec_root(spec.seed))[networks.WHOLE[0]]}
+        )
+        true, model = (networks.whole_model(spec, some) for some in (parts, known))
         means = defaultdict(list)
         for probe, at in product(_PROBES, range(_DRAWS)):
             means[probe].append(_means(model, _probes(model, probe, auxiliary, streams.generator(probe, at))))
         for number, (title, rows) in enumerate([*batches, ("control, one class", one_class)]):
             some, right = train.rows(rows), torch.bincount(train.labels[rows], minlength=spec.class_count)
             pixels = unit_pixels(some.images)
-            values = gradients.gradient(true, pixels, some.labels, WHOLE if own else WHOLE[1:])
+            values = gradients.gradient(true, pixels, some.labels, networks.WHOLE if own else networks.WHOLE[1:])
             with torch.no_grad():
                 means["itself"] = [_means(true, true.features(pixels))]
             found = {"best guess": counts_of(torch.ones(spec.class_count), len(rows))}
@@ -160,7 +161,7 @@ def membership(run: RunSetting) -> Figures:
     for case, others in (("part", names[1:2]), ("all", names[1:])):
         sent = [[result.sent[name].shared.parts for name in some] for some in (names[:1], others)]
         means = [shadow_models.mean_parts(some) for some in sent]
-        models = [networks.whole_model(party.spec, *(parts[part] for part in WHOLE)) for parts in means]
+        models = [networks.whole_model(party.spec, parts) for parts in means]
         rows = [shadow_models.posteriors(model, some) for model, some in zip(models, halves, strict=True)]
         units, lr = shadow_models.PAIR_UNITS, shadow_models.PAIR_LR
         judge = shadow_models.separator(rows[0], rows[1], units, lr, Streams(b"judge").at(run.seed))
@@ -214,8 +215,8 @@ def reconstruction(run: RunSetting) -> Figures:
         if name in {"ats", "etc"}:
             defence, params = defence_of(name, {})
             given = defence.apply(some, params, DefencePlace(streams, silent)).images
-        sent = WHOLE[1:] if name == "classifier alone" else WHOLE
-        attacker = model if sent == WHOLE else WholeModel(other.extractor, model.classifier, model.form)
+        sent = networks.WHOLE[1:] if name == "classifier alone" else networks.WHOLE
+        attacker = model if sent == networks.WHOLE else WholeModel(other.extractor, model.classifier, model.form)
         for row, seen in enumerate(unit_pixels(given.images).unsqueeze(1)):
             values = gradients.gradient(model, seen, some.labels[row : row + 1], sent)
             observed = gradients.BatchGradient(sent, _defended(values, name, streams.at(row)), 1)

@@ -84,7 +84,7 @@ class SimulateOptions(BaseModel):
         int | None, Field(ge=1, description="processes; default: one per CPU, at most one per client, 1 on cuda")
     ] = None
     ray: Annotated[
-        str | None, Field(description="use a running Ray cluster, several runs in parallel: auto or HOST:PORT")
+        str | None, Field(description="spread the local rounds of a run over a running Ray cluster: auto or HOST:PORT")
     ] = None
     out: Annotated[Path | None, Field(description="folder; default: ./simulate-out, or the next free name")] = None
     resume: Annotated[Path | None, Field(description="resume in this folder with its own options")] = None

@@ -1,9 +1,10 @@
 """Follows the event logs (JSON lines) of agents and coordinator, and turns them into figures and problems."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from fedcg.event_log import event_in
 
 Event = Mapping[str, object]
 
@@ -25,13 +26,7 @@ class Follower:
             return
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+        yield from filter(None, map(event_in, whole.decode(errors="replace").splitlines(keepends=True)))
 
 
 def number(event: Event, name: str) -> float | None:

@@ -6,7 +6,7 @@ A preset is one column of a table (`fedcg:table1:cifar10-4`): the published sett
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Annotated
@@ -50,7 +50,9 @@ class _TableEntry(_Strict):
     figures: dict[str, dict[str, tuple[_Pair, ...]]]
 
 
-class _ReducedEntry(_Strict):
+class ReducedEntry(_Strict):
+    """What a reduced budget changes; `scenarios`: those that have it, empty for all."""
+
     scenarios: tuple[str, ...] = ()
     setting: _SettingValues = {}
     method: dict[str, dict[str, ParameterValue]] = {}
@@ -78,7 +80,7 @@ class _PaperFile(_Strict):
     row: dict[str, _RowEntry]
     scenario: dict[str, _ScenarioEntry]
     table: dict[str, _TableEntry]
-    reduced: dict[str, _ReducedEntry]
+    reduced: dict[str, ReducedEntry]
     claim: tuple[_ClaimEntry, ...]
 
 
@@ -135,8 +137,7 @@ class Preset(Value):
     Attributes:
         name: `paper:table:scenario`, with `@budget` for a reduced one.
         setting: published fields of the run's setting, without method, seed and parameters.
-        changed: a reduced budget's changes to `setting`; `changed_params`: its changes to a method's parameters;
-            `changed_rows`: to a row's setting.
+        reduced: a reduced budget's changes: to `setting`, to a method's parameters, to a row's setting.
         measures: names of the figures; the paper's main figure is first.
         needs: data that the user must provide; None if it is available by name.
         stand_in: why this preset has no published figures; None for a published one.
@@ -152,9 +153,7 @@ class Preset(Value):
     needs: str | None = None
     stand_in: str | None = None
     reference: str | None = None
-    changed: Mapping[str, JsonValue] = field(default_factory=dict)
-    changed_params: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
-    changed_rows: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
+    reduced: ReducedEntry = ReducedEntry()
 
     @property
     def base(self) -> str:
@@ -241,7 +240,7 @@ def _row(paper: _PaperFile, scenario: str, key: str, pairs: Sequence[_Pair]) -> 
 
 
 @cache
-def _budgets() -> Mapping[str, Mapping[str, _ReducedEntry]]:
+def _budgets() -> Mapping[str, Mapping[str, ReducedEntry]]:
     return {paper.id: paper.reduced for paper in _paper_files()}
 
 
@@ -293,10 +292,4 @@ def _with_budget(preset: Preset, budget: str) -> Preset:
         raise OptionError(
             f"the budget {budget!r} does not apply to {preset.name}, only to {', '.join(reduced.scenarios)}"
         )
-    return replace(
-        preset,
-        name=f"{preset.base}@{budget}",
-        changed=reduced.setting,
-        changed_params=reduced.method,
-        changed_rows=reduced.rows,
-    )
+    return replace(preset, name=f"{preset.base}@{budget}", reduced=reduced)

@@ -67,11 +67,10 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values)
     asked = dict(params)
     given = {**typed, **{option: asked.pop(name) for name, option in _OPTION_OF_PARAM.items() if name in asked}}
     home, key = row.home
-    reduced = {**preset.changed, **preset.changed_rows.get(key, {})}
+    reduced = {**preset.reduced.setting, **preset.reduced.rows.get(key, {})}
     given = _with_defence_params(given, {**preset.setting, **row.setting, **reduced})
     own = {*row.own_params, *(param for option, param in PARAM_OPTIONS.items() if option in given)}
-    changed = preset.changed_params.get(row.method, {})
-    budget = {name: value for name, value in changed.items() if name not in own}
+    budget = {name: value for name, value in preset.reduced.method.get(row.method, {}).items() if name not in own}
     typed_values = {**asked, **given}
     for values in product(
         *((typed_values[key],) if key in typed_values else tried for key, tried in row.search.items())

@@ -51,27 +51,6 @@ def own_processor() -> str:
     return detect().cpu_model or "unknown"
 
 
-class RayCluster:
-    """An open cluster.
-
-    Args:
-        announce: prints a line for the operator.
-    """
-
-    def __init__(self, announce: Announce) -> None:
-        self._announce = announce
-        self._met = {own_processor()}
-
-    def met(self, processor: str) -> None:
-        """Record the CPU model of a node that answered; announce each model that differs from this machine's, once."""
-        if processor not in self._met:
-            self._met.add(processor)
-            self._announce(
-                f"a node of the cluster has another CPU ({processor}) than this machine ({own_processor()}): "
-                "results may differ in the last bits from those of one machine"
-            )
-
-
 def slots(threads: int) -> int:
     """Return how many tasks with this number of CPUs the cluster of this process can run in parallel now."""
     import ray
@@ -90,8 +69,10 @@ def check_ray() -> None:
 
 
 @contextmanager
-def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
+def open_cluster(address: str, announce: Announce) -> Iterator[Announce]:
     """Connect to a cluster during the block; the cluster keeps running.
+
+    Yields a function that takes the CPU model of a node that answered, and announces each other model than this machine's, once.
 
     Args:
         address: `auto` or HOST:PORT of a running cluster with this machine as a node.
@@ -113,8 +94,17 @@ def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise OptionError(f"no Ray cluster at {address}: {error}") from error
+
+    @functools.cache
+    def met(processor: str) -> None:
+        if processor != own_processor():
+            announce(
+                f"a node of the cluster has another CPU ({processor}) than this machine ({own_processor()}): "
+                "results may differ in the last bits from those of one machine"
+            )
+
     try:
-        yield RayCluster(announce)
+        yield met
     finally:
         ray.shutdown()
 

@@ -73,13 +73,13 @@ def open_ray_workers(address: str, settings: list[RunSetting], announce: Callabl
     from experiments.parallel.ray_cluster import open_cluster, slots
     from fedcg.learning.simulation.simulation import simulate
 
-    with open_cluster(address, announce) as cluster:
+    with open_cluster(address, announce) as met:
         from experiments.parallel.ray_runner import RayRunner
 
         threads = max(setting.threads for setting in settings)
         if slots(threads) == 0:
             raise OptionError(f"--threads {threads}: the Ray cluster has fewer CPUs")
-        yield partial(simulate, runner=RayRunner(threads, cluster.met))
+        yield partial(simulate, runner=RayRunner(threads, met))
 
 
 _COLUMNS = {

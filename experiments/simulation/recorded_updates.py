@@ -9,7 +9,6 @@ of the run, so a round repeated after a crash writes the same bytes. Uses torch.
 import hashlib
 import io
 import json
-import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from fedcg.learning.simulation.party import ATTEMPT, ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.spec import ImageForm, InputForm
 from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.text_output import command_line
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
 from fedcg.wire.artifacts.payload import PartArrays
@@ -250,7 +250,4 @@ def audit_command(folder: Path) -> str | None:
         "auxiliary": folder / _AUXILIARY_FILE,
         "out": "DIR",
     }
-    named |= {"private": private[-1]} if private else {}
-    return shlex.join(
-        ["fedcg", "audit", "run", *(str(word) for name, value in named.items() for word in (f"--{name}", value))]
-    )
+    return command_line("audit", "run", **named, **({"private": private[-1]} if private else {}))

@@ -19,7 +19,7 @@ from export.errors import ExportError, ServingError
 from export.model.versions import ModelVersions, Version
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS
-from fedcg.terminal import AsJson, Result, command, print_data, prints
+from fedcg.terminal import AsJson, Result, command, line_printer, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -201,11 +201,7 @@ def serve_command(
         watch=watch,
     )
     service = Service(models, batcher, Limits(max_bytes, max_pixels, min(max_batch, queue)), metrics)
-
-    def announce(line: str) -> None:
-        print_data({"message": line}) if as_json else typer.echo(line)
-
-    raise typer.Exit(serve(service, host, port, allow_host or (), queue, announce))
+    raise typer.Exit(serve(service, host, port, allow_host or (), queue, line_printer(as_json=as_json)))
 
 
 @infer_app.command("serve-mqtt")
@@ -265,8 +261,7 @@ def serve_mqtt_command(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    line = f"serving requests on {prefix}/{name}/request/CLIENT/ID at {host}:{port}"
-    print_data({"message": line}) if as_json else typer.echo(line)
+    line_printer(as_json=as_json)(f"serving requests on {prefix}/{name}/request/CLIENT/ID at {host}:{port}")
     server.run()
 
 

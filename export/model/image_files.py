@@ -16,6 +16,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.event_log import log_text
 from fedcg.imaging import is_named_as_image
 from fedcg.input_form import InputForm, TensorForm
+from fedcg.text_output import aligned
 from fedcg.values import Value
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -109,8 +110,7 @@ def table_lines(results: Sequence[Classified]) -> list[str]:
         )
         for one in results
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def labelled_files(

@@ -122,12 +122,9 @@ class Candidate:
         """On the thread: run both versions directly after each other, in alternating order, so that other load affects both equally."""
         try:
             self._is_turned = not self._is_turned
-            if self._is_turned:
-                candidate, candidate_s = self._predicted(self.model, images)
-                current, current_s = self._predicted(self.current, images)
-            else:
-                current, current_s = self._predicted(self.current, images)
-                candidate, candidate_s = self._predicted(self.model, images)
+            order = (self.model, self.current) if self._is_turned else (self.current, self.model)
+            found = {one.version: self._predicted(one, images) for one in order}
+            (current, current_s), (candidate, candidate_s) = found[self.current.version], found[self.model.version]
             if current is not None:
                 self._pairs.append(Pair(current, current_s, candidate, candidate_s))
         finally:

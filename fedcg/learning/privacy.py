@@ -5,15 +5,14 @@ them. All are off by default and then change no bit of a result. The implementat
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from fedcg.config_file import Settings
+from fedcg.config_file import Settings, problems_of
 from fedcg.learning.errors import PrivacyError
-from fedcg.text_output import wrong_value
 
 _Scale = Annotated[float, Field(ge=0, le=1e9)]
 _Bound = Annotated[float, Field(gt=0, le=1e9)]
@@ -133,13 +132,5 @@ def parse_mechanisms(pairs: Sequence[str]) -> PrivacySettings:
     try:
         return PrivacySettings.model_validate(fields)
     except ValidationError as error:
-        raise PrivacyError("; ".join(map(_reason, error.errors(include_url=False)))) from error
-
-
-def _reason(problem: Mapping[str, Any]) -> str:
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] != "extra_forbidden":
-        return " ".join(filter(None, ("--mechanism", key))) + f": {wrong_value(problem)}"
-    known = [name for name in PrivacySettings.model_fields if name != "dp_sgd"]
-    known += [f"dp_sgd.{name}" for name in DpSgdSettings.model_fields]
-    return f"--mechanism {key}: no such mechanism; choose from {', '.join(known)}"
+        problems = (line.removeprefix("(file): ") for line in problems_of(PrivacySettings, error))
+        raise PrivacyError("; ".join(f"--mechanism {problem}" for problem in problems)) from error

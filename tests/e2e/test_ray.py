@@ -16,7 +16,7 @@ import torch
 
 from experiments.errors import RunError
 from experiments.parallel import ray_runner
-from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build, slots
+from experiments.parallel.ray_cluster import Announce, open_cluster, own_build, slots
 from experiments.parallel.ray_runner import RayRunner
 from fedcg.learning.simulation import simulation
 from fedcg.learning.simulation.simulation import Schedule, simulate
@@ -88,7 +88,7 @@ def nodes() -> Iterator[TwoNodes]:
 
 
 @pytest.fixture(scope="module")
-def cluster(nodes: TwoNodes) -> Iterator[RayCluster]:
+def cluster(nodes: TwoNodes) -> Iterator[Announce]:
     with open_cluster(nodes.address, print) as opened:
         yield opened
 
@@ -100,7 +100,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("method", ["fedcg", "fedmd_cg", "feddf"])
 def test_two_nodes_share_a_simulation_and_give_that_of_one_process(
-    cluster: RayCluster, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Announce, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert slots(1) == 2
     one = party_of(method)
@@ -131,7 +131,7 @@ def test_a_program_of_ones_own_is_simulated_on_a_cluster(nodes: TwoNodes) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_a_killed_workers_task_is_redone(cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_workers_task_is_redone(cluster: Announce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = party_of("fedavg")
     expected = simulate(one, Schedule(rounds=2))
     monkeypatch.setattr(simulation, "local_task", partial(ray_cases.killed_after_training, tmp_path))
@@ -140,7 +140,7 @@ def test_a_killed_workers_task_is_redone(cluster: RayCluster, tmp_path: Path, mo
 
 
 def test_a_task_whose_node_is_lost_is_repeated_on_another(
-    cluster: RayCluster, nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Announce, nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = party_of("fedavg")
     expected = simulate(one, Schedule(rounds=2))
@@ -159,7 +159,7 @@ def test_a_task_whose_node_is_lost_is_repeated_on_another(
         nodes.replace_second()
 
 
-def test_a_client_and_a_server_that_diverge_tell_the_reasons_they_tell_without_ray(cluster: RayCluster) -> None:
+def test_a_client_and_a_server_that_diverge_tell_the_reasons_they_tell_without_ray(cluster: Announce) -> None:
     one = party_of("fedavg", optimiser="sgd", lr=1e18)
     found, expected = simulate(one, Schedule(rounds=1), runner=RayRunner()), simulate(one, Schedule(rounds=1))
     assert found.failures == expected.failures
@@ -167,7 +167,7 @@ def test_a_client_and_a_server_that_diverge_tell_the_reasons_they_tell_without_r
     assert found.server_failures == expected.server_failures
 
 
-def test_a_node_with_another_build_is_refused(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_another_build_is_refused(cluster: Announce, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_runner, "own_build", lambda: {**own_build(), "torch": "0.0.1"})
     with pytest.raises(RunError, match=r"can't be used: torch \S+ instead of 0\.0\.1"):
         simulate(party_of("fedavg"), Schedule(rounds=1), runner=RayRunner())
@@ -199,7 +199,7 @@ def test_the_command_gives_the_same_records_with_ray(tmp_path: Path, nodes: TwoN
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped_frees_the_cluster_and_keeps_its_checkpoint(
-    tmp_path: Path, cluster: RayCluster, nodes: TwoNodes, by: signal.Signals
+    tmp_path: Path, cluster: Announce, nodes: TwoNodes, by: signal.Signals
 ) -> None:
     folder = tmp_path / "stopped"
     batch = ["--method", "fedcg", "--rounds", "40", "--out", str(folder)]

@@ -13,7 +13,7 @@ import torch
 
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, PrivateStore
 from fedcg.files import checked_secret
 from fedcg.learning.heads.classifiers import USUAL_TEMPERATURE, lda_head
 from fedcg.learning.heads.moments import class_gaussians
@@ -222,8 +222,14 @@ def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_conse
 
     def outcomes(number: int) -> list[tuple[float, float]]:
         found = [PrivateStore(stack.store(device)) for device in rest[1:]]
-        wait_for(lambda: all(one.finalised().get("round") == number for one in found), "they have chosen their models")
-        return [(one.finalised()["loss_val_own"], one.finalised()["loss_val_downloaded"]) for one in found]
+        wait_for(
+            lambda: all(one.record(FINALISED_FILE).get("round") == number for one in found),
+            "they have chosen their models",
+        )
+        return [
+            (one.record(FINALISED_FILE)["loss_val_own"], one.record(FINALISED_FILE)["loss_val_downloaded"])
+            for one in found
+        ]
 
     with stack.up():
         for device in DEVICES:

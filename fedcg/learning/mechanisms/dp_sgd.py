@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,7 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from torch import nn
 
 from fedcg.learning.errors import PrivacyError
@@ -282,8 +281,8 @@ class Spent(Value):
             PrivacyError: invalid text. The spent privacy is then unknown: do not continue as if it were zero.
         """
         try:
-            stored = _Stored.model_validate(json.loads(text))
-        except (ValueError, ValidationError) as error:
+            stored = _Stored.model_validate_json(text)
+        except ValueError as error:
             raise PrivacyError(f"not a record of spent privacy: {error}") from error
         return Spent(tuple((entry.noise_multiplier, entry.sample_rate, entry.steps) for entry in stored.spent))
 

@@ -10,7 +10,7 @@ import numpy as np
 from edge_client.errors import StoreError
 from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, append_line
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
-from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, NUMBERS_FILE, PRIVACY_FILE, DeliveryRecord, PrivateStore
 from edge_client.store.roster import Roster
 from edge_client.training.box_limits import MemoryShare
 from export.model.manifest import note_signer
@@ -40,10 +40,10 @@ def fill(store: PrivateStore) -> None:
     store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
     store.accept_snapshot(SPEC.digest, 3, toy_snapshot)
     store.save_left_out({"dot/1.png": "not an image"})
-    store.save_finalised({"aggregate": "f" * 64})
+    store.save_record(FINALISED_FILE, {"aggregate": "f" * 64})
     store.save_sum_record("weights", {"round": 1})
     store.save_sum_record("parts", {"round": 1})
-    store.save_numbered({"round": 1})
+    store.save_record(NUMBERS_FILE, {"round": 1})
     store.save_roster(Roster({"a": ENROLLED}))
     Consent(store.root).approve(SPEC.digest, 1e9)
     PauseFile(store.root).write(Pause(since=1e9, until=1e9))
@@ -54,7 +54,7 @@ def fill(store: PrivateStore) -> None:
     for name in (SENT_FILE, LEDGER_FILE):
         for number in (1, 2):
             append_line(store.root / name, {"t": 1e9 + number, "kind": "receipt"})
-    store.save_privacy({"spent": "x", "epsilon": 1.0})
+    store.save_record(PRIVACY_FILE, {"spent": "x", "epsilon": 1.0})
     store.checkpoint.save(MARK, {"classify/x": np.arange(4, dtype=np.float32)})
     EventLog(store.root / "events.jsonl", time.time).write("agent_started", pid=1)
     with store.locked():
@@ -74,8 +74,8 @@ def contents(store: PrivateStore) -> dict[str, Any]:
         "seen": store.seen,
         "pinned": lambda: store.pinned_key(ENROLLED),
         "deliveries": store.deliveries,
-        "finalised": store.finalised,
-        "privacy": store.privacy,
+        "finalised": lambda: store.record(FINALISED_FILE),
+        "privacy": lambda: store.record(PRIVACY_FILE),
         "checkpoint": lambda: {name: one.tolist() for name, one in store.checkpoint.load(MARK)[0].items()},
     }
     return {name: _result_of(look) for name, look in looks.items()}

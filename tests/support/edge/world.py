@@ -16,7 +16,7 @@ from edge_client.identity.credentials import AgentKeys
 from edge_client.link.coordinator_link import offline_will
 from edge_client.session import signals
 from edge_client.store.generations import Generation, Generations, NewGeneration, Snapshot, SnapshotFile
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
@@ -196,7 +196,7 @@ class FakeTrainer:
             self.deliver(Exited(1000 + self.starts, 0))
             return
         if isinstance(command, signals.ChooseModel):
-            self.store.save_finalised({"aggregate": command.aggregate})
+            self.store.save_record(FINALISED_FILE, {"aggregate": command.aggregate})
             self.deliver(signals.Chosen(command.aggregate, succeeded=True))
             return
         if isinstance(command, signals.WeighRound):

@@ -121,7 +121,7 @@ def test_principal_components_give_the_mean_image_of_a_class_and_unit_coefficien
 def test_a_surrogate_fits_the_features_that_the_attacker_knows() -> None:
     case = simulated_case(method="fedsplit")
     true, train = present(case.model()), case.truth.train
-    model = whole_model(case.view.spec, true[Part.EXTRACTOR], true[Part.CLASSIFIER])
+    model = whole_model(case.view.spec, true)
     pixels = unit_pixels(train.images)
     features = model.features(pixels).detach()
     similar = []
@@ -239,7 +239,7 @@ def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
     pixels, other, label = train.images[:1] / 255.0, train.images[1:2] / 255.0, train.labels[:1]
     seen = gradients.batch_gradient(case.view.spec, model, pixels, label, parts)
     longer = gradients.BatchGradient(parts, tuple(3 * one for one in seen.values), 1)
-    whole = whole_model(case.view.spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
+    whole = whole_model(case.view.spec, model)
     features = gradients.linear_inputs(whole, pixels).detach()
     found = [by(whole, features) for by in (gradients.feature_distance, gradients.feature_angle)]
     for objective in (gradients.gradient_distance(whole, seen), *found):

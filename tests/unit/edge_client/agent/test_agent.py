@@ -12,7 +12,7 @@ from edge_client.agent.reports import LinkProblems
 from edge_client.cli.status import Status, read_status, status_table
 from edge_client.config import PolicySection
 from edge_client.session.signals import Noted, RoundFailed, TrainRound
-from edge_client.store.private_store import open_store
+from edge_client.store.private_store import FINALISED_FILE, open_store
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages import schemas
@@ -46,7 +46,7 @@ def test_a_two_round_federation_ends_with_a_chosen_model(make_world: MakeWorld, 
     while world.exit_code is None:
         coordinator.step()
     assert (world.exit_code, world.trainer.rounds()) == (0, [schemas.RoundAttempt(1, 1), schemas.RoundAttempt(2, 1)])
-    assert world.store.finalised()["aggregate"] == coordinator.serve(world.aggregate(2)).id
+    assert world.store.record(FINALISED_FILE)["aggregate"] == coordinator.serve(world.aggregate(2)).id
     for told in ("1: sending the update (", "1: update accepted", "2: update accepted"):
         assert f"round {told}" in log.text
     assert status(world)["finished"] == "finished; no exported model"

@@ -94,16 +94,16 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
     world = in_round(make_world, policy=CLASSIFIER_ONLY)
     world.coordinator.wait(Decline)
     assert read_status(world.config)["bytes_today"] == {"up": 0, "down": len(world.spec.canonical())}
-    owner.ask_agent(world.config.store, owner.ApproveRequest(spec=world.spec.digest))
+    owner.ask_agent(world.config.store, owner.DecisionRequest(command="approve", spec=world.spec.digest))
     world.open_round(1, attempt=2)
     world.coordinator.wait(Manifest)
-    owner.ask_agent(world.config.store, owner.RevokeRequest(spec=world.spec.digest))
+    owner.ask_agent(world.config.store, owner.DecisionRequest(command="revoke", spec=world.spec.digest))
     assert world.store.deliveries()[-1].outcome == "withheld"
     assert status(world)["now"] == "waiting for a round"
     world.open_round(1, attempt=3)
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
     with pytest.raises(OwnerRequestError, match="not approved"):
-        owner.ask_agent(world.config.store, owner.RevokeRequest(spec=world.spec.digest))
+        owner.ask_agent(world.config.store, owner.DecisionRequest(command="revoke", spec=world.spec.digest))
 
 
 def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(make_world: MakeWorld) -> None:

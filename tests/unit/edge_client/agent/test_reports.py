@@ -14,6 +14,7 @@ from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
 from edge_client.session.signals import Chosen, Invited
 from edge_client.store.checked_files import SENT_FILE, read_lines
+from edge_client.store.private_store import FINALISED_FILE
 from export.model.manifest import read_manifest
 from export.model.versions import ModelVersions
 from fedcg.wire.messages import schemas
@@ -211,7 +212,7 @@ def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Pa
     model = present(due(SelfReporter(allowed, models)).condition.model)
     assert (model.version, model.before) == ("0002", first.accuracy)
     judged = {one.images for one in read_manifest(ModelVersions(models).current()).variants if one.accuracy is not None}
-    assert judged == {site.store.finalised()["val_images"]}, "never by test images"
+    assert judged == {site.store.record(FINALISED_FILE)["val_images"]}, "never by test images"
     forms = {form.name: form for form in model.forms}
     assert {"fp32", "fp16", "int8"} <= set(forms)
     assert forms["fp32"].size is not None

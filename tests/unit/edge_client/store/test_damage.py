@@ -15,7 +15,7 @@ from coordinator.config import CoordinatorConfig
 from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.checked_files import read_json, write_json
 from edge_client.store.generations import Generations
-from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, PRIVACY_FILE, DeliveryRecord, PrivateStore
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import data_of, run_fedcg
@@ -29,10 +29,10 @@ WRITES: dict[str, Callable[[PrivateStore, int], object]] = {
     "sums.json": lambda store, number: store.save_sum_record("parts", {"round": number}),
     "weights.json": lambda store, number: store.save_sum_record("weights", {"round": number}),
     "sum_gate.json": lambda store, number: store.sum_gate.resume(number),
-    "privacy.json": lambda store, number: store.save_privacy({"spent": number}),
+    "privacy.json": lambda store, number: store.save_record(PRIVACY_FILE, {"spent": number}),
     "coordinator.json": lambda store, number: store.save_pinned_key(ENROLLED, PinnedKey(ENROLLED, number)),
     "delivered.json": lambda store, number: store.save_delivery(DeliveryRecord("f" * 64, number, 1, "accepted", "")),
-    "finalised.json": lambda store, number: store.save_finalised({"aggregate": f"{number:064x}"}),
+    "finalised.json": lambda store, number: store.save_record(FINALISED_FILE, {"aggregate": f"{number:064x}"}),
     "accepted.json": lambda store, _: store.accept_snapshot(SPEC.digest, 1, toy_snapshot),
 }
 READS: dict[str, Callable[[PrivateStore], object]] = {
@@ -40,10 +40,10 @@ READS: dict[str, Callable[[PrivateStore], object]] = {
     "sums.json": lambda store: store.sum_record("parts"),
     "weights.json": lambda store: store.sum_record("weights"),
     "sum_gate.json": lambda store: store.sum_gate.first_round,
-    "privacy.json": lambda store: store.privacy(),
+    "privacy.json": lambda store: store.record(PRIVACY_FILE),
     "coordinator.json": lambda store: store.pinned_key(ENROLLED),
     "delivered.json": lambda store: store.deliveries(),
-    "finalised.json": lambda store: store.finalised(),
+    "finalised.json": lambda store: store.record(FINALISED_FILE),
     "accepted.json": lambda store: store.accept_snapshot(SPEC.digest, 1, toy_snapshot),
 }
 COUNTED = ("seen.json", "sums.json", "weights.json", "sum_gate.json", "privacy.json", "coordinator.json")
@@ -89,7 +89,7 @@ def test_a_damaged_snapshot_of_a_round_without_a_commit_is_taken_anew(store: Pri
 
 def test_only_absent_state_files_are_empty(store: PrivateStore) -> None:
     assert (store.seen(), store.pinned_key(ENROLLED)) == ((0, 0, 0), PinnedKey(ENROLLED))
-    assert (store.deliveries(), store.finalised()) == ((), {})
+    assert (store.deliveries(), store.record(FINALISED_FILE)) == ((), {})
 
 
 @pytest.mark.parametrize("name", ["device.key", "sums.key", "cohort.key"])
@@ -330,7 +330,7 @@ def test_a_file_of_a_promise_that_is_gone_or_an_older_counter_is_refused(lived: 
     assert store.sum_record("parts") == {}
     shutil.copyfile(earlier / "counter.json", store.root / "counter.json")
     with pytest.raises(DamagedFileError, match=r"counter\.json is missing, or older than privacy\.json"):
-        store.privacy()
+        store.record(PRIVACY_FILE)
 
 
 def test_a_kill_between_a_file_and_the_counter_loses_nothing(lived: tuple[PrivateStore, Path]) -> None:
@@ -339,8 +339,8 @@ def test_a_kill_between_a_file_and_the_counter_loses_nothing(lived: tuple[Privat
     store.save_seen((1, 4, 1))
     (store.root / "counter.json").write_bytes(counter)
     assert store.seen() == (1, 4, 1)
-    store.save_privacy({"spent": 4})
-    assert (store.seen(), store.privacy()["spent"]) == ((1, 4, 1), 4)
+    store.save_record(PRIVACY_FILE, {"spent": 4})
+    assert (store.seen(), store.record(PRIVACY_FILE)["spent"]) == ((1, 4, 1), 4)
 
 
 def test_agent_and_training_process_write_at_once_and_no_reader_is_misled(tmp_path: Path) -> None:
@@ -356,4 +356,4 @@ def test_agent_and_training_process_write_at_once_and_no_reader_is_misled(tmp_pa
             READS["seen.json"](store)
             READS["privacy.json"](store)
         assert [writer.result() for writer in writers] == [None, None]
-    assert (store.seen(), store.privacy()["spent"]) == ((1, 39, 1), 39)
+    assert (store.seen(), store.record(PRIVACY_FILE)["spent"]) == ((1, 39, 1), 39)

@@ -12,7 +12,7 @@ import torch
 
 from edge_client.config import ExportSection, PolicySection
 from edge_client.session.signals import ChooseModel, Chosen
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import FINALISED_FILE, PrivateStore
 from edge_client.training import personal_model as finalise
 from edge_client.training.personal_model import Candidate, choose
 from edge_client.training.workplace import Measured, measure
@@ -91,7 +91,7 @@ def test_the_five_candidates_are_measured_alike_and_two_are_means_of_weights(
     site, command = finished(tmp_path)
     seen = watch(monkeypatch)
     site.trainer().do(command)
-    outcome, latest = site.store.finalised(), to_weights(site.state().slots["personal"])
+    outcome, latest = site.store.record(FINALISED_FILE), to_weights(site.state().slots["personal"])
     losses = {name: outcome[f"loss_val_{name}"] for name in NAMES}
     assert outcome["candidate"] == min(NAMES, key=lambda name: losses[name])
     assert len(set(losses.values())) > 1
@@ -111,7 +111,7 @@ def test_the_moving_average_of_the_last_rounds_steps_is_a_candidate_where_it_is_
     site, command = finished(tmp_path, ema=0.9)
     seen = watch(monkeypatch)
     site.trainer().do(command)
-    outcome = site.store.finalised()
+    outcome = site.store.record(FINALISED_FILE)
     assert outcome["loss_val_ema"] not in (None, outcome["loss_val_own"])
     kept = to_weights(site.state().extras)
     for part in (Part.EXTRACTOR, Part.CLASSIFIER):
@@ -157,7 +157,7 @@ def test_test_and_common_images_have_no_part_in_the_choice(tmp_path: Path, monke
         monkeypatch.setattr(finalise, "measure", flattered)
         (site.store.root / "finalised.json").unlink(missing_ok=True)
         site.trainer().do(command)
-        outcome = site.store.finalised()
+        outcome = site.store.record(FINALISED_FILE)
         chosen.append(outcome["candidate"])
         told.append([outcome[f"accuracy_{name}"] for name in NAMES].index(1.0))
     assert told == list(range(len(NAMES)))  # every candidate was once the one that test images prefer
@@ -171,7 +171,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
         trainer.do(site.round(number))
     command = site.end
     assert trainer.do(command) == Chosen(site.aggregate, succeeded=True)
-    outcome = site.store.finalised()
+    outcome = site.store.record(FINALISED_FILE)
     assert outcome["accuracy_personal"] == outcome[f"accuracy_{outcome['candidate']}"]
     assert outcome["accuracy_common_personal"] == outcome[f"accuracy_common_{outcome['candidate']}"]
     assert outcome["accuracy_onnx"] == pytest.approx(outcome["accuracy_personal"])
@@ -199,7 +199,7 @@ def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> No
         str(models / f"{version:04}") for version in range(1, len(exported) + 1)
     ]
     assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
-    assert site.store.finalised()["model_dir"] == str(models / f"{len(exported) + 1:04}")
+    assert site.store.record(FINALISED_FILE)["model_dir"] == str(models / f"{len(exported) + 1:04}")
 
 
 def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays(
@@ -229,7 +229,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
 
     monkeypatch.setattr("export.build.install_model.pass_gate", raising(GateError("worse than version 0001")))
     assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
-    outcome = site.store.finalised()
+    outcome = site.store.record(FINALISED_FILE)
     assert outcome["gate"] == "worse than version 0001"
     assert outcome["model_dir"] == str(site.store.root / "models" / "0001")
     assert outcome["accuracy_onnx"] == read_manifest(Path(str(outcome["model_dir"]))).verification.accuracy_onnx
@@ -238,7 +238,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
 def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_lives(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(PrivateStore, "save_finalised", raising(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(PrivateStore, "save_record", raising(OSError(errno.ENOSPC, "No space left on device")))
     assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=False)
     assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
     assert f"Free space on, or repair, {site.store.root}" in caplog.text

@@ -13,6 +13,7 @@ from opacus.accountants import RDPAccountant
 from audit.measures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
+from edge_client.store.private_store import PRIVACY_FILE
 from edge_client.training import local_round
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import unpack
@@ -93,12 +94,12 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
     site = site_with(tmp_path, dp_sgd())
     site.train(1)
     site.configure(privacy=dp_sgd(budget_epsilon=(expected_epsilon(site, 1) + expected_epsilon(site, 2)) / 2))
-    before, phases = site.store.privacy(), len(site.events("phase_started"))
+    before, phases = site.store.record(PRIVACY_FILE), len(site.events("phase_started"))
     detail = site.declined(DeclineReason.WITHHELD, 2)
     for text in ("budget is exhausted", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
         assert text in detail
     assert [event["phase"] for event in site.events("phase_started")[phases:]] == ["load"]
-    assert (site.store.privacy(), site.state().generation.round_attempt) == (before, RoundAttempt(1, 1))
+    assert (site.store.record(PRIVACY_FILE), site.state().generation.round_attempt) == (before, RoundAttempt(1, 1))
     site.configure(privacy=dp_sgd(budget_epsilon=1000.0))
     site.train(2)
 
@@ -140,11 +141,11 @@ def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_
         assert present(child.stdout).readline() == "trained\n"
         child.kill()
     assert killed.store.generations.current() == (None, ())
-    counted = killed.store.privacy()
+    counted = killed.store.record(PRIVACY_FILE)
     assert counted["epsilon"] > 0
     for site in (killed, calm):
         site.train()
-    assert killed.store.privacy() == counted == calm.store.privacy()
+    assert killed.store.record(PRIVACY_FILE) == counted == calm.store.record(PRIVACY_FILE)
     assert killed.update() == calm.update()  # the same noise: the repetition shows nothing that the first one did not
     assert killed.report().epsilon == PrivacySpent(epsilon=expected_epsilon(killed, 1), delta=DELTA)
 
@@ -170,7 +171,7 @@ def test_other_settings_for_the_same_attempt_count_once_more(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(local_round, "build_update", lambda *_, **__: 1 / 0)
         site.declined(DeclineReason.TRAINING_FAILED)
-    first = site.store.privacy()["epsilon"]
+    first = site.store.record(PRIVACY_FILE)["epsilon"]
     site.configure(privacy=dp_sgd(noise_multiplier=1.0))
     site.train()
     both = present(site.report().epsilon)
@@ -207,4 +208,4 @@ def test_a_method_that_dp_sgd_does_not_cover_is_declined_with_the_setting_to_cha
     site = Site(tmp_path, real_spec("fedmd_cg"))
     site.configure(privacy=dp_sgd())
     assert "dp_sgd can't cover fedmd_cg" in site.declined(DeclineReason.SPEC_REFUSED)
-    assert site.store.privacy() == {}
+    assert site.store.record(PRIVACY_FILE) == {}

@@ -15,6 +15,7 @@ from edge_client.agent.hardware import HardwareWatch
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.signals import RoundCommitted, RoundFailed
 from edge_client.store.checked_files import LEDGER_FILE, append_line, read_lines
+from edge_client.store.private_store import PRIVACY_FILE
 from edge_client.training import local_round, trainer_child
 from edge_client.training.box_limits import LEAST_SHARE, MEMORY_FILE, NEAR_END_BYTES, MemoryShare
 from edge_client.training.trainer_child import free_memory
@@ -278,7 +279,7 @@ def test_differentially_private_training_counts_the_steps_that_are_taken(tmp_pat
             training=TrainingSection(device="cpu", threads=1),
         )
         site.trainer().do(replace(site.round(), share=share))
-        spent.append(site.store.privacy()["epsilon"])
+        spent.append(site.store.record(PRIVACY_FILE)["epsilon"])
     assert 0 < spent[1] < spent[0]
 
 

@@ -30,7 +30,7 @@ REFUSED = [
     # Mechanisms and defences
     ("--mechanism dp_sgd.noise_multiplier=1", "network.discriminator = mlp"),
     ("--method fedmd_cg --mechanism dp_sgd.noise_multiplier=1", "can't cover fedmd_cg"),
-    ("--mechanism noise=1", "--mechanism noise: no such mechanism"),
+    ("--mechanism noise=1", "--mechanism noise: there is no such setting"),
     ("--mechanism update_clip", "write KEY=VALUE"),
     ("--defence antigam", "defence: unknown name 'antigam' (did you mean `antigan`?)"),
     ("--defence antigan --defence-set v_e", "--defence-set 'v_e': write key=value"),

@@ -257,8 +257,8 @@ def test_settings_are_read_from_pairs_and_name_a_run() -> None:
     ("pairs", "reason"),
     [
         (["dp_sgd.=1"], "dp_sgd.KEY=VALUE"),
-        (["clip=1"], "--mechanism clip: no such mechanism; choose from update_clip, .*dp_sgd.noise_multiplier"),
-        (["dp_sgd.sigma=1"], "--mechanism dp_sgd.sigma: no such mechanism"),
+        (["clip=1"], r"--mechanism clip: there is no such setting \((known: |did you mean `)update_clip.*dp_sgd"),
+        (["dp_sgd.sigma=1"], "--mechanism dp_sgd.sigma: there is no such setting .known: noise_multiplier, "),
         (["dp_sgd.clip=2"], "--mechanism dp_sgd.noise_multiplier: is missing"),
         (["prune=1"], "--mechanism prune: .*less than 1"),
         (["update_clip=0", "dropout=-1"], "--mechanism update_clip: .*; --mechanism dropout: "),
