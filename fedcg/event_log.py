@@ -39,6 +39,7 @@ Coordinator:
   update_odd {client, action, reason}   merge_eased {ease, reason}   artifact_store {reachable, reason}
   api_refused {refused, address, identity, route} (at intervals; changes are in the audit log)
   device_described {client, changed}
+  model_pinned {round, label}
   federation_created   steered {status, reason}   policy_changed {changed, before, after, by}   barred / forgotten {clients}   device_disabled / device_enabled {client, reason}
   sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}   sum_refused {round, attempt, client, reason}
   distilling {clients}   merging {clients} (those that passed the screening)   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}

@@ -85,10 +85,6 @@ class Client(Value):
             typer.echo(f"{left_out} more are not shown: one answer has {len(found)}", err=True)
         return found
 
-    def content(self, path: str) -> bytes:
-        """Read the content of a file."""
-        return self._asked("GET", f"{API}{path}").content
-
     def change(self, method: str, path: str, content: object = None) -> Any:
         """Make a change. If the connection breaks, the request is sent once more; the change is made at most once."""
         key = {"Idempotency-Key": str(uuid.uuid4())}

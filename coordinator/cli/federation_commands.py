@@ -343,27 +343,6 @@ def federation_pin(
     return {"round": number, "pinned": None if remove else label or "pinned"}, f"round {number}: {kept}"
 
 
-@asks(federation_app, "download")
-def federation_download(
-    client: Client,
-    federation: Annotated[str, typer.Argument(help="Federation id.")],
-    number: Annotated[int, typer.Argument(metavar="ROUND", min=0, help="Round of the version; 0 is the initial one.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write. Must not exist.")],
-) -> Result:
-    """Download a version of the shared model, with its header, as devices get it.
-
-    Example: fedcg federation download casting 12 --out casting-12.fedcg
-    """
-    from fedcg.errors import EXISTS, BadInputError
-    from fedcg.files import replace_durably
-
-    if out.exists():
-        raise BadInputError(f"{out} exists already", exit_code=EXISTS)
-    data = client.content(f"/federations/{client.federation(federation)}/models/{number}/artifact")
-    replace_durably(out, data)
-    return {"file": str(out), "bytes": len(data)}, f"{out}: {len(data)} bytes"
-
-
 @asks(federation_app, "reconcile")
 def federation_reconcile(
     client: Client,

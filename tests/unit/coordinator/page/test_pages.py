@@ -154,7 +154,7 @@ def test_a_devices_own_record_is_compared_with_what_arrived(page: ServedPage, tm
     assert reader.get("/f/tiny/sent/nobody")[0] == 404
 
 
-def test_versions_are_compared_pinned_and_downloaded(page: ServedPage, tmp_path: Path) -> None:
+def test_versions_are_compared_pinned_and_downloaded(page: ServedPage) -> None:
     page.made.start()
     reader, store = page.reader(), page.made.world.store
     shows(reader, "/f/tiny", "finished")
@@ -172,9 +172,10 @@ def test_versions_are_compared_pinned_and_downloaded(page: ServedPage, tmp_path:
     assert {each["round"]: each["pinned"] for each in ask("models", "tiny")} == {2: "pinned", 1: None, 0: None}
     assert reader.post("/f/tiny/models/9/pin", "/f/tiny/models", label="best")[0] == 404
     assert "write 1 to 40" in reader.post("/f/tiny/models/1/pin", "/f/tiny/models", label="x" * 41)[2]
-    ask("download", "tiny", 2, "--out", tmp_path / "two.fedcg")
     artifact = store.aggregates("tiny")[2].artifact
-    assert (tmp_path / "two.fedcg").read_bytes() == page.made.world.artifacts.get(artifact)
+    status, headers, data = reader.transfer("GET", "/api/v1/federations/tiny/models/2/artifact")
+    assert (status, data) == (200, page.made.world.artifacts.get(artifact))
+    assert 'filename="tiny-round-2.fedcg"' in headers["content-disposition"]
     viewer = page.reader(Role.VIEWER)
     assert viewer.get("/api/v1/federations/tiny/models/2/artifact")[0] == 403
     assert "Unpin" not in viewer.get("/f/tiny/models")[1]
