@@ -177,7 +177,8 @@ def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
     """
     mean, std = (np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1) for values in (form.mean, form.std))
     levels = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32)
-    return (levels / np.float32(255) - mean) / std
+    normalised: npt.NDArray[np.float32] = (levels / np.float32(255) - mean) / std
+    return normalised
 
 
 def network_input(batch: Sample, form: InputForm) -> Sample:
