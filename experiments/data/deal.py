@@ -85,7 +85,8 @@ class Partition(Value):
             evenly: Shares = together / together.sum(axis=0)
             return evenly
         drawn: Shares = generator.dirichlet(np.full(clients, self.omega), size=classes)
-        return drawn.T
+        by_client: Shares = drawn.T
+        return by_client
 
 
 def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
