@@ -281,7 +281,9 @@ class OidcSettings(Settings):
     page_url: Annotated[str | None, Field(pattern=SECURE_URL, description="https://HOST")] = None
     client_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     client_secret_file: str | None = None
-    scopes: Annotated[str, Field(pattern=r"^openid( [!-~]{1,100}){0,20}$")] = "openid profile email"
+    scopes: Annotated[str, Field(pattern=r"^openid( [!-~]{1,100}){0,20}$", description="openid SCOPE ...")] = (
+        "openid profile email"
+    )
     claim: Annotated[str, Field(min_length=1, max_length=255)] = "groups"
     roles: dict[str, Literal["viewer", "operator", "admin"]] = Field(default_factory=dict)
 

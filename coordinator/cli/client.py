@@ -9,7 +9,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,6 @@ import httpx
 import typer
 from fastapi import FastAPI
 
-from coordinator.cli.shared_options import store_of
 from coordinator.errors import AccessError, CoordinatorError, HomeError, NotFoundError, RequestError
 from coordinator.http.app import add_api
 from coordinator.http.operator_api import LEFT_OUT
@@ -27,6 +26,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
 from coordinator.storage.artifacts import artifacts_of
+from coordinator.storage.database import explained
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
@@ -182,7 +182,8 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
         return
     if directory is None:
         raise HomeError(f"name the coordinator with --dir HOME on its machine, or with --url and {TOKEN_VARIABLE}")
-    with store_of(directory) as (home, store):
+    home = Home(directory).require()
+    with explained(home), closing(Store.of(home)) as store:
         token = local_token(home, ApiTokens(store.api))
         if not home.is_held:
             yield Client("http://127.0.0.1", token, _application(home, store), home)

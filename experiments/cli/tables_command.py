@@ -1,11 +1,11 @@
 """`fedcg tables`: the papers' tables next to our runs. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -39,7 +39,7 @@ def tables_command(
     if as_json:
         damaged = [{"file": file, "reason": reason} for file, reason in folder.damaged]
         print_data(
-            {"tables": list(map(asdict, found)), "criterion": CRITERION, "runs": len(folder.runs), "damaged": damaged}
+            {"tables": to_jsonable_python(found), "criterion": CRITERION, "runs": len(folder.runs), "damaged": damaged}
         )
         return
     gains = [gains_sheet(one) for one in found] if by_client else []

@@ -39,7 +39,7 @@ class Disk(PrivateStore):
     def roster(self) -> Roster:
         return Roster(self.cohort.roster, frozenset(self.cohort.alone))
 
-    def numbered(self) -> dict[str, Any]:
+    def record(self, file: str) -> dict[str, Any]:
         return self.cohort.numbered[self.name].model_dump() if self.name in self.cohort.numbered else {}
 
     def sum_record(self, exchange: schemas.SumExchange) -> dict[str, Any]:
