@@ -15,9 +15,7 @@ class AuditOptions(Value):
 
     updates: Annotated[Path, typer.Option(help="an observer's folder, or a coordinator's home or artifacts")]
     data: Annotated[Path, typer.Option(help="the device's images, as its agent has them; the ground truth, never sent")]
-    out: Annotated[
-        Path, typer.Option(help="folder for report.html and report.json; an interrupted audit resumes there")
-    ]
+    out: Annotated[Path, typer.Option(help="folder for report.html and report.json; an interrupted audit resumes")]
     private: Annotated[
         Path | None, typer.Option(help="the agent's store (or a simulation's file), for ceilings and single batches")
     ] = None

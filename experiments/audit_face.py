@@ -114,9 +114,7 @@ def audit(
     if not party.spec.classes:
         raise BadInputError("fedcg.audit attacks classification only, not a fedcg.Trainer")
     if not recording.exists():
-        raise BadInputError(
-            f'{run.folder}: no updates were recorded: run fedcg.simulate(..., keep_updates="all") first'
-        )
+        raise BadInputError(f'{run.folder}: no updates recorded: run fedcg.simulate(..., keep_updates="all") first')
     chosen, spec = chosen_attacks(attacks), with_images(party.spec)
     recorded = replace(read_updates(recording), spec=spec)  # this process has the network's code; a recording does not
     if auxiliary is None:

@@ -119,9 +119,7 @@ def simulate(
         check(setting)
         check_params(setting)
         if get_method(method).needs.public:
-            raise OptionError(
-                f"{method}: its server needs public samples, which clients do not provide: choose another"
-            )
+            raise OptionError(f"{method}: its server needs public samples, which clients don't provide: choose another")
         first = next(iter(named))
         plan = plan_from_mapping(setting.plan_for(tuple(map(str, named[first].classes)), form))
         network = named[first].network(data[first], **_chosen(plan.network))

@@ -129,9 +129,7 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
     crop: Annotated[
         spec.CropPixels, Field(description="augment with random crops of images padded by PIXELS on every side; 0: off")
     ] = 0
-    seed: Annotated[
-        int, Field(ge=0, lt=1 << 63, description="seed of all randomness: split, weights, order, noise")
-    ] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63, description="seed of split, weights, order and noise")] = 0
     quick: Annotated[bool, Field(description="larger steps and a shorter server loop than the method's defaults")] = (
         True
     )

@@ -219,9 +219,7 @@ def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates
     spec = _chosen(specs, federation, folder)
     strange = sorted({one.federation for one in headers.values()} - specs.keys())
     if strange and not any(one.federation == spec.federation for one in headers.values()):
-        raise CaptureError(
-            f"{folder} holds updates of federation {', '.join(strange)}, but the spec of {spec.federation}"
-        )
+        raise CaptureError(f"{folder} holds updates of {', '.join(strange)}, but the spec of {spec.federation}")
     mine = {id_: one for id_, one in headers.items() if one.federation == spec.federation}
     return RecordedUpdates(place, spec, mine, gaps(folder / WIRE_FILE))
 
@@ -233,8 +231,6 @@ def _chosen(specs: Mapping[str, FederationSpec], federation: str | None, folder:
     if federation is not None and federation in specs:
         return specs[federation]
     if not names:
-        raise CaptureError(
-            f"{folder} holds no federation's spec: give an observer's folder or a coordinator's artifacts"
-        )
+        raise CaptureError(f"{folder} holds no spec: give an observer's folder or a coordinator's artifacts")
     wanted = f"no federation {federation}" if federation else f"{len(names)} federations: name one with --federation"
     raise CaptureError(f"{folder} holds {wanted}; it holds {', '.join(names)}")

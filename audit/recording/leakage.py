@@ -359,9 +359,7 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
             f"{observed} holds no artifact: start `fedcg audit observe` before the federation sends anything"
         )
     if missing := sorted(listed - blobs.keys()):
-        raise CaptureError(
-            f"{observed} lacks artifact {missing[0]}, which its {WIRE_FILE} lists: copy the whole folder"
-        )
+        raise CaptureError(f"{observed} lacks artifact {missing[0]}, which {WIRE_FILE} lists: copy the whole folder")
     if damaged := [name for name, data in blobs.items() if sha256(data).hexdigest() != name]:
         raise DecodeError(f"{observed / ARTIFACTS / damaged[0]} is damaged: its sha256 is not its name")
     specs = [FederationSpec.parse(data) for data in blobs.values() if is_spec(data)]

@@ -222,6 +222,19 @@ def coordinator_status(
     return values, text, FAILED if check and (problems or not runs) else 0
 
 
+@asks(coordinator_app, "search")
+def search(
+    client: Client, text: Annotated[str, typer.Argument(help="Part of an id, label, site or note, or a round.")]
+) -> Result:
+    """Search federations, devices, rounds and exported models, like the page's search box.
+
+    Example: fedcg coordinator search line-4
+    """
+    found = client.all("/search", q=text)
+    rows = ((each["kind"], each["name"], each["what"]) for each in found)
+    return found, table(("kind", "name", "what it is"), rows, "Nothing matches.\nNext: fedcg device list")
+
+
 @asks(coordinator_app, "notify")
 def coordinator_notify(
     client: Client,

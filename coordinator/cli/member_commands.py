@@ -33,9 +33,7 @@ def token_create(
     device: Annotated[
         str | None, typer.Option(help="Id, or a range such as line-1..line-20; by default the device chooses its id.")
     ] = None,
-    replaces: Annotated[
-        str | None, typer.Option("--replaces", help="Device to replace; the old one is revoked.")
-    ] = None,
+    replaces: Annotated[str | None, typer.Option(help="Device to replace; the old one is revoked.")] = None,
     span: Annotated[
         str, typer.Option("--for", metavar="SPAN", help="How long it is valid: 30m, 2h or 3d, at most 90d.")
     ] = "24h",
@@ -44,6 +42,8 @@ def token_create(
         typer.Option(help="URL at which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
     federation: JoinedFederation = None,
+    label: Annotated[list[str] | None, typer.Option(help="Label that the device gets. May be repeated.")] = None,
+    site: Annotated[str, typer.Option(help="Site that the device gets.")] = "",
 ) -> Result:
     """Create a one-time enrolment token. It is shown once, and contains the digest of this coordinator's authority.
 
@@ -56,7 +56,8 @@ def token_create(
     hours = seconds_of(span, "--for", f"{MAX_TOKEN_HOURS / 24:g}d") / 3600
     if not hours:
         raise BadInputError(f"--for {span}: choose more than 0")
-    wanted = {"device": device, "replaces": replaces, "hours": hours, "url": enrolment_url, "federation": federation}
+    about: dict[str, Any] = {"labels": label or [], "site": site, "hours": hours, "url": enrolment_url}
+    wanted = about | {"device": device, "replaces": replaces, "federation": federation}
     if device is not None and ".." in device:
         made = client.change("POST", "/enrolment-tokens/batch", wanted)
         return made, tokens_csv(made).rstrip()
@@ -127,9 +128,7 @@ def device_list(
     ] = "",
     state: Annotated[
         Literal["enrolled", "online", "offline", "disabled", "revoked", "left"] | None,
-        typer.Option(
-            help="Only devices in this state. `enrolled` is every device that was not revoked and has not left."
-        ),
+        typer.Option(help="Only devices in this state. `enrolled`: all that were not revoked and have not left."),
     ] = None,
     label: Annotated[str, typer.Option(help="Only devices with this label.")] = "",
     site: Annotated[str, typer.Option(help="Only devices at this site.")] = "",

@@ -48,9 +48,7 @@ def asks(app: typer.Typer, name: str) -> Callable[[Callable[..., Result]], Calla
             with client_of(directory, url) as client:
                 result = command(client, **given)
             text, place = result[1], f" --url {url}" if url else f" --dir {shlex.quote(str(directory))}"
-            if url or os.environ.get(HOME_VARIABLE) != str(
-                directory
-            ):  # the suggested command names the same coordinator
+            if url or os.environ.get(HOME_VARIABLE) != str(directory):  # the suggestion names the same coordinator
                 text = _NEXT.sub(lambda line: _COMMAND.sub(lambda named: named[0] + place, line[0]), text)
             return (result[0], text) if len(result) == 2 else (result[0], text, result[2])
 

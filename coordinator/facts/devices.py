@@ -203,7 +203,7 @@ def device_facts(known: Known) -> list[DeviceFacts]:
     for certificate in known.store.register.certificates():
         certificates[certificate.device].append(certificate)
     last, live = _last_deliveries(known), _Live.of(known)
-    found = [_facts(known, each, certificates[each.id], last.get(each.id, {}), live) for each in known.store.devices()]
+    found = [_facts(known, each, certificates[each.id], last.get(each.id, {}), live) for each in known.devices]
     return in_order(found, "id")
 
 
@@ -332,9 +332,11 @@ class _Live(Value):
 def _last_deliveries(known: Known, device: str | None = None) -> dict[str, dict[str, UpdateRecord]]:
     """The last update of each device or of one, with any outcome, by federation."""
     last: defaultdict[str, dict[str, UpdateRecord]] = defaultdict(dict)
-    for record in known.store.federations():
-        for client, delivery in known.store.overview.last_deliveries(record.id, device).items():
-            last[client][record.id] = delivery
+    overview, every = known.store.overview, [record.id for record in known.store.federations()]
+    found = known.last_updates if device is None else {each: overview.last_deliveries(each, device) for each in every}
+    for federation, updates in found.items():
+        for client, delivery in updates.items():
+            last[client][federation] = delivery
     return last
 
 

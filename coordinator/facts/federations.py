@@ -274,7 +274,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     attempt = attempts[-1] if is_open and attempts else None
     clients = [] if attempt is None else _clients(known, attempt, state, service)
     round_s = typical_round_s(attempts)
-    enrolled = len(known.store.members())
+    enrolled = len(known.members)
     left = state.policy.rounds - state.round + 1
     begun = known.now if attempt is None else attempt.opened_at
     this_one_ends_at = max(known.now, begun + (round_s or 0.0))

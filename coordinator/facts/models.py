@@ -88,7 +88,7 @@ def served_models(known: Known, federation: str) -> list[ServedAt]:
     Raises:
         NotFoundError: there is no such federation.
     """
-    members, found = {device.id for device in known.store.members()}, []
+    members, found = {device.id for device in known.members}, []
     for record in known.store.presence.conditions(known.federation(federation).id):
         model = DeviceCondition.model_validate_json(record.content).model
         if model is not None and record.device in members:
@@ -174,7 +174,7 @@ def worth(known: Known, federation: str) -> Worth:
     Raises:
         NotFoundError: there is no such federation.
     """
-    overview, members = known.store.overview, {device.id for device in known.store.members()}
+    overview, members = known.store.overview, {device.id for device in known.members}
     every = overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
     last, mean = {client: each for client, each in every.items() if client in members}, overview.means(federation)
     gains = overview.gains(federation, mean[-1][0] - RECENT_ROUNDS + 1 if mean else 0)

@@ -134,14 +134,14 @@ def open_problems(known: Known) -> list[Problem]:
     for record in known.store.federations():
         if record.status in (FederationStatus.RUNNING, FederationStatus.PAUSED):
             found += _of_federation(known, record)
-    members = {device.id for device in known.store.members()}
+    members = {device.id for device in known.members}
     unique = {each.key: each for each in found if each.device is None or each.device in members}
     return sorted(unique.values(), key=lambda each: (not each.is_severe, each.kind, each.subject))
 
 
 def _of_devices(known: Known) -> Iterator[Problem]:
     ends = known.store.overview.certificates()
-    for device in known.store.members():
+    for device in known.members:
         validity = ends.get(device.id)
         if validity is not None:
             life = (validity.expires_at - known.now) / max(1.0, validity.expires_at - validity.issued_at)
@@ -266,7 +266,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
 def _too_few_devices(known: Known, federation: str, state: RoundState) -> Problem:
     bounds, there = ("min_clients", "min_cohort"), len(state.candidates)
     lower = " ".join(f"{name}=N" for name in bounds if getattr(state.policy, name) > there)
-    absent = [device for device in known.store.members() if device.id not in state.candidates]
+    absent = [device for device in known.members if device.id not in state.candidates]
     names = f"; missing: {_named([device.id for device in absent])}" if absent else ""
     repairs = [Repair("enable", device.id) for device in absent if device.disabled_at is not None][:MOST_REPAIRS]
     if 0 < there >= state.policy.min_cohort:  # a lower min_cohort exposes devices: no button suggests that
@@ -282,7 +282,7 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
         if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:
             about = {"hours": away / 3600, "reason": change.reason or "reason unknown"}
             yield _problem("device away", f"{device} in {record.id}", about, device=device)
-    for device, delivery in known.store.overview.last_deliveries(record.id).items():
+    for device, delivery in known.last_updates.get(record.id, {}).items():
         health = str(delivery.reported.get("health"))
         if (advice := texts().health.get(health)) and device in state.online:
             what = f"reported {health.replace('_', ' ')} with its update to round {delivery.round}"

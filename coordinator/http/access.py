@@ -41,7 +41,7 @@ FORM_FIELD = "form_token"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 20
 """Open sessions of one account; a further one ends the oldest."""
-MAX_FIELDS = 1000
+MAX_FIELDS = 1100
 READING = ("GET", "HEAD", "OPTIONS")
 PER_TOKEN = Rate(200, 50.0)
 BEARER = HTTPBearer(auto_error=False, description="A token from `fedcg coordinator token create`.")

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import anyio.to_thread
+import tomllib
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, JSONResponse
@@ -46,7 +47,7 @@ from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_to
 from coordinator.members.enrolment import TokenFacts, WantedToken, enrol_line, token_facts
 from coordinator.members.membership import Revoked
 from coordinator.notifications import ChannelFacts, Notifier
-from coordinator.operations.create_federation import NetworkSize, OperatorPlan, network_sizes
+from coordinator.operations.create_federation import NetworkSize, OperatorPlan, example_plan, network_sizes
 from coordinator.operations.operations import MAX_PIN, MAX_REASON, Description, Operations, version_of
 from coordinator.rounds.records import DeviceState, FederationRecord, TokenRecord
 from coordinator.storage.event_store import EventFilter
@@ -372,15 +373,6 @@ def _bounded(response: Response, items: Sequence[ItemT], limit: int) -> list[Ite
     return list(items[:limit])
 
 
-EXAMPLE_PLAN = {
-    "federation": "casting",
-    "classes": ["good", "crack", "pore"],
-    "method": "fedcg",
-    "rounds": 20,
-    "input": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
-}
-
-
 class _Content(Settings, allow_inf_nan=False):
     """The content of a request: JSON without infinite numbers."""
 
@@ -394,7 +386,7 @@ class NewFederation(_Content):
         continued_from: federation whose aggregate provides the initial weights: ID for its last one, or ID@ROUND.
     """
 
-    plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
+    plan: Annotated[OperatorPlan, Field(examples=[tomllib.loads(example_plan())])]
     start: bool = True
     continued_from: Annotated[str, Field(max_length=80)] | None = None
 

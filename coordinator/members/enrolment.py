@@ -35,6 +35,7 @@ from coordinator.storage.store import Store
 from fedcg.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.config_file import Settings
 from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.event_log import log_text
 from fedcg.files import replace_durably, with_check
 from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
@@ -171,6 +172,14 @@ _FORGET = 'case "$(history 1 2>&1)" in *FEDCG_TOKEN=*) history -d -1;; esac'
 """Deletes the line from bash's history, unless the blank at its start already kept it out. Shells without a history skip it."""
 
 
+MAX_LABELS = 16
+_Label = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$", examples=["north"])]
+Labels = Annotated[tuple[_Label, ...], Field(max_length=MAX_LABELS)]
+"""Words that operators give a device."""
+Site = Annotated[str, Field(max_length=64, examples=["hall 3"])]
+"""Where a device is."""
+
+
 class WantedToken(Settings, allow_inf_nan=False):
     """An enrolment token to create; the fields are the options of `fedcg token create`.
 
@@ -180,6 +189,7 @@ class WantedToken(Settings, allow_inf_nan=False):
         hours: how long it is valid.
         url: URL of the enrolment listener for devices; None for the one in coordinator.toml.
         federation: federation in the device's agent.toml; None for the only one.
+        labels, site: what the device gets when it enrols.
     """
 
     device: Annotated[str, Field(max_length=130, examples=["line-4"])] | None = None
@@ -187,6 +197,8 @@ class WantedToken(Settings, allow_inf_nan=False):
     hours: Annotated[float, Field(gt=0, le=MAX_TOKEN_HOURS)] = TOKEN_HOURS
     url: Annotated[str, Field(max_length=300)] | None = None
     federation: Annotated[str, Field(max_length=63)] | None = None
+    labels: Labels = ()
+    site: Site = ""
 
 
 def ids_in(devices: str) -> list[str]:
@@ -230,7 +242,9 @@ def create_tokens(
             device=each.replaces or each.device,
         )
         about = token.id, _hash(token.secret), token.device, each.replaces is not None, now, now + each.hours * 3600
-        made.append((token, TokenRecord(*about, federation=federation_to_join(store, each.federation))))
+        labels, site = " ".join(sorted({*each.labels})), log_text(each.site)
+        joins = federation_to_join(store, each.federation)
+        made.append((token, TokenRecord(*about, federation=joins, labels=labels, site=site)))
     store.register.add_tokens([record for _, record in made])
     return made
 
@@ -265,6 +279,8 @@ class TokenFacts(BaseModel, frozen=True):
     device: str | None
     replaces: bool
     federation: str | None
+    labels: str
+    site: str
     created_at: float
     expires_at: float
     used_at: float | None
@@ -280,9 +296,7 @@ def _check_device(store: Store, device: str | None, replaces: str | None) -> Non
     if device is not None and replaces is not None and device != replaces:
         raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
     if replaces is not None and store.device(replaces) is None:
-        raise EnrolmentError(
-            f"there is no device {replaces!r} to replace; see `fedcg device list`", exit_code=NOT_FOUND
-        )
+        raise EnrolmentError(f"no device {replaces!r} to replace; see `fedcg device list`", exit_code=NOT_FOUND)
     if replaces is None and device is not None and (problem := problem_with_new(store, device)):
         raise EnrolmentError(problem, exit_code=EXISTS if store.device(device) is not None else None)
 

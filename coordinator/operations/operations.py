@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import NotFoundError, PlanError, SteeringError, StoppingError, StoreError
-from coordinator.members.enrolment import WantedToken, create_tokens, ids_in, revoke_token
+from coordinator.members.enrolment import MAX_LABELS, Labels, Site, WantedToken, create_tokens, ids_in, revoke_token
 from coordinator.members.membership import Revoked, revoke
 from coordinator.operations import create_federation
 from coordinator.operations.create_federation import Complete, make_artifacts, too_few_for_sums
@@ -47,7 +47,6 @@ from fedcg.wire.messages.enrolment_messages import Token
 NO_REASON = "no reason given"
 MAX_REASON = 300
 MAX_PIN = 40
-MAX_LABELS = 16
 
 
 ResultT = TypeVar("ResultT")
@@ -91,10 +90,6 @@ def device_of(store: Store, device: str) -> DeviceRecord:
     return found
 
 
-_Label = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$", examples=["north"])]
-_Labels = Annotated[tuple[_Label, ...], Field(max_length=MAX_LABELS)]
-
-
 class Description(Settings):
     """Changes of what operators note about a device. None does not change; an empty text deletes.
 
@@ -105,10 +100,10 @@ class Description(Settings):
         note: anything else, on one line.
     """
 
-    labels: _Labels | None = None
-    add_labels: _Labels = ()
-    remove_labels: _Labels = ()
-    site: Annotated[str, Field(max_length=64, examples=["hall 3"])] | None = None
+    labels: Labels | None = None
+    add_labels: Labels = ()
+    remove_labels: Labels = ()
+    site: Site | None = None
     note: Annotated[str, Field(max_length=500)] | None = None
 
 
@@ -349,9 +344,7 @@ class Operations(Value):
             try:
                 artifacts_of(self.home).local(record.artifact)
             except FileNotFoundError as error:
-                raise SteeringError(
-                    f"the version of round {round_number} of {federation} is already deleted"
-                ) from error
+                raise SteeringError(f"round {round_number} of {federation} is already deleted") from error
         self.store.pin(federation, round_number, label)
         self.events.write("model_pinned", federation=federation, round=round_number, label=label or "")
         return replace(record, pinned=label)

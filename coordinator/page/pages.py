@@ -34,7 +34,7 @@ from coordinator.operations.operations import Operations
 from coordinator.page.plan_form import plan_page, plan_text_of
 from coordinator.page.views import View, form_of, moment_of, own_path, plain_page, qr_code, see_other, view_of
 from coordinator.storage.event_store import Event, EventFilter
-from fedcg.config_file import numbered, plain_value
+from fedcg.config_file import numbered, plain_value, problems_in_words
 from fedcg.learning.project import plan_text
 from fedcg.learning.spec import RoundPolicy
 from fedcg.sentences import texts
@@ -54,6 +54,8 @@ COLUMNS = [*SHOWN_COLUMNS[:-1], "federations", "hardware", "images", "note", "re
 FIELDS = {"device": "id", "state": "standing", "seen": "seen_at", "version": "agent", "certificate": "certificate_days"}
 """The fields that columns are sorted by, where these have other names."""
 STATES = get_args(Standing)
+MAX_CHOSEN = 1000
+"""Most devices that one form changes."""
 Asked = Annotated[View, Depends(view_of)]
 Wanted = Annotated[DeviceFilter, Depends()]
 Several = Annotated[list[str] | None, Query()]
@@ -303,9 +305,12 @@ def confirm(action: str, name: str, view: Asked, to: str = "") -> Response:
 
 
 @router.get("/confirm/devices")
-def confirm_devices(view: Asked, action: str = "", device: Several = None) -> Response:
-    """A confirmation of a change of several devices."""
-    chosen = (device or [])[:PER_PAGE]
+def confirm_devices(
+    view: Asked, wanted: Wanted, action: str = "", device: Several = None, scope: str = "selected"
+) -> Response:
+    """A confirmation of a change of several devices: those selected, or with the scope `matching` all that match a filter."""
+    found = [each.id for each in wanted.of(view.facts(device_facts))] if scope == "matching" else device or []
+    chosen = found[:MAX_CHOSEN]
     return view.render("confirm_devices.html", action=action, label="", chosen=chosen, results={})
 
 
@@ -321,7 +326,6 @@ def _recent_events(known: Known, federation: str) -> list[Event]:
 
 PLAN = Path("the plan")
 """What errors call a plan without a file."""
-HOURS = ("1", "24", "168")
 Change = Callable[[Operations, str, Mapping[str, str]], object]
 CHANGES: dict[str, Change] = {
     "start": lambda doing, federation, _: doing.start(federation),
@@ -337,6 +341,7 @@ BULK: dict[str, Change] = {
     "enable": lambda doing, device, _: doing.enable(device),
     "label": lambda doing, device, fields: doing.describe(device, {"add_labels": [fields.get("label", "")]}),
     "unlabel": lambda doing, device, fields: doing.describe(device, {"remove_labels": [fields.get("label", "")]}),
+    "revoke": lambda doing, device, fields: doing.revoke_device(device, fields.get("reason", "")),
 }
 """Changes of one or several devices."""
 OF_DEVICE = BULK | {
@@ -410,13 +415,18 @@ def end_open_session(session: str, view: Asked) -> Response:
 @forms.post("/enrolment")
 def make_token(view: Asked, fields: Fields) -> Response:
     """Create an enrolment token and show it once; for a range of ids, create one for each as a CSV file."""
-    hours, data = fields.get("hours", "24"), fields.get("data", "")
-    if hours not in HOURS or len(data) > MAX_PATH or not data.isprintable():
-        raise EnrolmentError(f"hours is one of {', '.join(HOURS)}, images a path of at most {MAX_PATH} characters")
-    device, federation = fields.get("device") or None, fields.get("federation") or None
+    data, device = fields.get("data", ""), fields.get("device") or None
+    if len(data) > MAX_PATH or not data.isprintable():
+        raise EnrolmentError(f"images: a path of at most {MAX_PATH} characters")
     replaces = device or "" if fields.get("replaces") == "yes" else None
-    wanted = WantedToken.model_construct(device=device, replaces=replaces, hours=float(hours), federation=federation)
-    if device and ".." in device:  # the operations check all values
+    asked = {"device": device, "replaces": replaces, "federation": fields.get("federation") or None}
+    try:
+        wanted = WantedToken.model_validate(
+            asked | {"hours": plain_value(fields.get("hours", "24"))} | _described(fields)
+        )
+    except ValidationError as error:
+        raise EnrolmentError(problems_in_words(error, WantedToken)) from error
+    if device and ".." in device:
         made = operations_of(view.request).create_enrolment_tokens(wanted)
         text = tokens_csv([made_token(*each, data).model_dump() for each in made])
         return Response(text, 200, {"Content-Disposition": 'attachment; filename="tokens.csv"'}, "text/csv")
@@ -528,7 +538,7 @@ def _known(changes: Mapping[str, Change], action: str) -> Change:
 
 def _described(fields: Mapping[str, str]) -> dict[str, object]:
     labels = fields.get("labels", "").replace(",", " ").split()
-    return {"labels": labels, "site": fields.get("site"), "note": fields.get("note")}
+    return {"labels": labels, **{name: fields[name] for name in ("site", "note") if name in fields}}
 
 
 def _rounds(fields: Mapping[str, str]) -> int:

@@ -113,6 +113,7 @@ class TokenRecord:
         used_for: digest of the request that used it (`membership`): for a while, the same request gets the same response.
         serial: serial number of the issued certificate.
         federation: federation in the device's agent.toml; None for the first one.
+        labels, site: what the device gets when it enrols; labels with blanks between.
     """
 
     id: str
@@ -127,6 +128,8 @@ class TokenRecord:
     used_for: str | None = None
     serial: str | None = None
     federation: str | None = None
+    labels: str = ""
+    site: str = ""
 
     def state(self, now: float) -> TokenState:
         """Whether the token can still be used."""

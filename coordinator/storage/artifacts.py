@@ -116,9 +116,7 @@ class ObjectStore:
         pause_s = FIRST_PAUSE_S
         while reason := self._problem_of(work):
             if not self.problem:
-                log.error(
-                    "%s: %s. Rounds wait; check [storage] artifacts, the network and the credentials", what, reason
-                )
+                log.error("%s: %s. Rounds wait; check [storage] artifacts, network and credentials", what, reason)
             self.problem = reason
             if self._stopped.wait(pause_s):
                 raise StoreError(f"{what}: {reason}")

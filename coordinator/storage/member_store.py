@@ -104,6 +104,7 @@ class MemberStore(schema.Queries):
         device, serial = certificate.device, certificate.serial
         tokens, devices = schema.tokens, schema.devices
         fresh = {"last_seen_at": None, "agent": None, "state": DeviceState.ENROLLED.value, "ended_at": None}
+        fresh |= {"site": token.site} if token.site else {}
         values = {"public_key": public_key, "enrolled_at": now, "ended_because": "", **fresh}
         with self._counted() as connection:
             open_token = update(tokens).filter_by(id=token.id, used_at=None, revoked_at=None)
@@ -119,6 +120,9 @@ class MemberStore(schema.Queries):
             else:
                 raise EnrolmentError(f"device {device!r} already exists")
             connection.execute(insert(schema.certificates).values(**asdict(certificate)))
+            had = {row.label for row in connection.execute(select(schema.labels).filter_by(device=device))}
+            for label in {*token.labels.split()} - had:
+                connection.execute(insert(schema.labels).values(device=device, label=label))
 
     def end_membership(self, device: str, state: DeviceState, reason: str, now: float) -> bool:
         """Revoke a device with all its certificates, or record that it left; False if it was no longer a member."""

@@ -89,9 +89,7 @@ class Handshake:
         if message.device_nonce != self._nonce or message.nonce in self._answers:
             raise errors.ReplayError("a welcome that answers no hello of this device, or answers one again")
         if message.version not in schemas.SPOKEN:
-            raise errors.VersionError(
-                f"a welcome for protocol version {message.version}; {schemas.SPOKEN} were offered"
-            )
+            raise errors.VersionError(f"a welcome for protocol version {message.version}, not {schemas.SPOKEN}")
         self._answers.add(message.nonce)
         self._session = envelopes.Session(envelopes.session_id(message.device_nonce, message.nonce))
 

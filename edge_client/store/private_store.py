@@ -156,9 +156,7 @@ class PrivateStore:
             )
         if {name: found.get(name) for name in owner} != owner:
             theirs = f"device {found.get('device')!r} of federation {found.get('federation')!r}"
-            raise StoreFormatError(
-                f"{root} belongs to {theirs}, not to {device!r} of {federation!r}; set another `store`"
-            )
+            raise StoreFormatError(f"{root} belongs to {theirs}, not {device!r} of {federation!r}; set another `store`")
         for name in ("secrets", "specs", "artifacts", "generations", "models"):
             (root / name).mkdir(mode=0o700, exist_ok=True)
         return PrivateStore(root)

@@ -102,9 +102,7 @@ def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
 
         complete_spec(plan_from_mapping(plan))  # reads them
     if setting.method in settings.DEMO_PUBLIC_IMAGES and not setting.public_images:
-        raise OptionError(
-            f"{setting.method} distils on unlabelled public images: omit --public-images, or give a number"
-        )
+        raise OptionError(f"{setting.method} distils on unlabelled public images: omit --public-images or set a number")
     return new_run(options.out or settings.free_folder("demo-out"), setting)
 
 

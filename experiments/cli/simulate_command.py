@@ -150,9 +150,7 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
     from fedcg.learning.spec import FederationPlan
 
     if stray := typed & _NOT_OF_PROJECTS:
-        raise OptionError(
-            f"{', '.join(sorted(stray))}: not allowed with a project folder; set it in {project}/client.py"
-        )
+        raise OptionError(f"{', '.join(sorted(stray))}: not allowed with a project; set it in {project}/client.py")
     program, plan = program_of(project), written_plan(project)
     if strange := plan.keys() - FederationPlan.model_fields:
         raise OptionError(f"{project / PLAN_FILE}: unknown setting: {', '.join(sorted(strange))}")

@@ -101,9 +101,7 @@ infer_app = typer.Typer(
 def infer_command(
     images: Annotated[
         list[str],
-        typer.Argument(
-            metavar="IMAGE...", help="Image files, or .npy or .npz files of tensors; folders; glob patterns."
-        ),
+        typer.Argument(metavar="IMAGE...", help="Image files; .npy or .npz files of tensors; folders; glob patterns."),
     ],
     model: Annotated[
         Path,

@@ -86,9 +86,7 @@ def from_numbers(numbers: Numbers, layouts: Sequence[TensorLayout], most: float)
     signed = numbers.view(np.int32).astype(np.float64) / STEPS
     total, rest = float(signed[0]), signed[1 + TAGS :]
     if not 0.0 < total <= 1.0 + _TOLERANCE:
-        raise SumError(
-            "the shares in an opened sum don't add up: another secret opened it, or a device sent false ones"
-        )
+        raise SumError("the shares in a sum don't add up: another secret opened it, or a device sent false ones")
     if np.abs(rest).max(initial=0.0) > total * (1.0 + _TOLERANCE) + MAX_SUM_DEVICES / STEPS:
         raise SumError(
             "an opened sum is not a mean of numbers in their bounds: it was opened with another secret, or a device sent false ones"

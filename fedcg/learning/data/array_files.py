@@ -109,9 +109,7 @@ def _checked_tensors(shape: tuple[int, ...], kind: np.dtype[Any], form: TensorFo
         )
     size = int(np.prod(shape, dtype=object)) * kind.itemsize
     if shape[0] > MAX_IMAGES or size > MAX_BYTES:
-        raise DataError(
-            f"{where} declares {list(shape)}: over the limit of {MAX_IMAGES} rows and {MAX_BYTES >> 20} MiB"
-        )
+        raise DataError(f"{where} declares {list(shape)}: the limit is {MAX_IMAGES} rows and {MAX_BYTES >> 20} MiB")
     return size
 
 

@@ -58,9 +58,7 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
     if inputs.dtype != np.uint8:
         inputs = inputs.astype(np.float32, copy=False)
         if len(wild := np.flatnonzero(~np.isfinite(inputs.reshape(len(inputs), -1)).all(1))):
-            raise DataError(
-                f"{where}: sample {wild[0]} has a number that is not finite (NaN, or too large for float32)"
-            )
+            raise DataError(f"{where}: sample {wild[0]} has a number that is not finite (NaN or too large for float32)")
     return ImageSet(
         torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(labels.astype(np.int64)), tuple(classes)
     )

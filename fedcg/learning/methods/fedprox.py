@@ -43,6 +43,4 @@ def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundCo
     return Penalty(loss, networks=start, of_rows=False)
 
 
-METHOD = averaging_method(
-    "fedprox", "FedProx: FedAvg with a proximal term", FedproxParams, PERSONAL, penalty_of=proximal
-)
+METHOD = averaging_method("fedprox", "FedAvg with a proximal term", FedproxParams, PERSONAL, penalty_of=proximal)

@@ -90,9 +90,7 @@ def sealed_parts(plan: FederationPlan, method: Method) -> frozenset[Part]:
         raise NetworkError(f"{method.name}: sealed = {names} is not supported; it only averages: {can}")
     sealed = method.payload.sealed | frozenset(plan.sealed)
     if sealed and plan.params.get("average", "mean") != "mean":
-        raise NetworkError(
-            f"{method.name}: sealed parts support only the mean: set average = mean, or leave sealed out"
-        )
+        raise NetworkError(f"{method.name}: sealed parts support only the mean: set average = mean, or omit sealed")
     return sealed
 
 

@@ -110,9 +110,7 @@ class Token(_Strict, populate_by_name=True, ser_json_bytes="hex", val_json_bytes
             return Token.model_validate_json(body)
         except ValidationError as error:
             field = problem_in(error).partition(":")[0]
-            raise MalformedError(
-                f"the enrolment token can't be used: {field} is wrong; ask for another token"
-            ) from None
+            raise MalformedError(f"the enrolment token can't be used: {field} is wrong; ask for another") from None
 
 
 class EnrolRequest(_Strict):

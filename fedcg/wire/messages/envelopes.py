@@ -388,7 +388,5 @@ class Session:
         if message.session != self.session_id:
             raise errors.OtherSessionError(f"a {message.kind} message of another session")
         if message.counter <= self.last_in:
-            raise errors.ReplayError(
-                f"a {message.kind} message with counter {message.counter} came after {self.last_in}"
-            )
+            raise errors.ReplayError(f"{message.kind} message with counter {message.counter} came after {self.last_in}")
         self.last_in = message.counter

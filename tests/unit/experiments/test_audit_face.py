@@ -88,7 +88,7 @@ def test_an_attack_whose_networks_need_larger_images_is_not_tried() -> None:
 
 def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path) -> None:
     run = fedcg.simulate(clients(), "local", 1, **QUICK)
-    with pytest.raises(BadInputError, match=r'no updates were recorded: run fedcg.simulate\(..., keep_updates="all"'):
+    with pytest.raises(BadInputError, match=r'no updates recorded: run fedcg.simulate\(..., keep_updates="all"'):
         fedcg.audit(run, "a")
     with pytest.raises(BadInputError, match="client 'd': choose a, b, c"):
         fedcg.audit(run, "d")

@@ -111,6 +111,7 @@ def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_ex
 def test_the_same_commands_do_the_same_where_no_coordinator_runs(home: Home) -> None:
     check_steering(home)
     assert [device["id"] for device in ask(home, "device", "list", "--search", "b")] == ["b"]
+    assert [one["name"] for one in ask(home, "coordinator", "search", "aachen")] == ["a"]
     for words in ("--label north", "--site Aachen", "--search moved"):
         assert [device["id"] for device in ask(home, "device", "list", *words.split())] == ["a"]
     assert re.search(r"^a .* Aachen +north", run_fedcg("device", "list", "--dir", home.root).stdout, re.MULTILINE)

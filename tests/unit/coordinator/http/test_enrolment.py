@@ -75,7 +75,7 @@ def raw(desk: Desk, method: str, path: str, body: bytes | None) -> tuple[int, di
 
 def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(desk: Desk, tmp_path: Path) -> None:
     out = tmp_path / "box"
-    enrolled = enrol(desk.token("line-4"), out, data="/images")
+    enrolled = enrol(desk.token("line-4", labels=("north", "pilot"), site="hall 3"), out, data="/images")
     assert (enrolled.device, enrolled.federation) == ("line-4", FEDERATION)
     config = load_config(out / "agent.toml", {})
     assert (config.device, config.federation, config.data.root) == ("line-4", FEDERATION, Path("/images"))
@@ -91,7 +91,8 @@ def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     known = desk.store.device("line-4")
     assert known is not None
-    assert known.public_key == keys.signing.public.hex
+    assert (known.public_key, known.site) == (keys.signing.public.hex, "hall 3")
+    assert desk.store.register.labels("line-4")["line-4"] == ["north", "pilot"]
     (event,) = desk.events("device_enrolled")
     assert (event["client"], event["reloaded"]) == ("line-4", False)  # no broker runs here
 

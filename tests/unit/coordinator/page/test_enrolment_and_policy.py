@@ -38,7 +38,13 @@ def api(page: ServedPage, path: str) -> Any:
 
 def test_a_token_is_shown_as_a_line_and_as_a_code_without_inline_styles(page: ServedPage) -> None:
     operator = page.reader()
-    _, _, text = operator.post("/enrolment", form_of="/enrolment", device="line-4", data="/data/my images")
+    about = {"device": "line-4", "data": "/data/my images", "labels": "north pilot", "site": "hall 3"}
+    _, _, text = operator.post("/enrolment", form_of="/enrolment", **about)
+    (token,) = page.made.world.store.register.tokens()
+    assert (token.labels, token.site) == ("north pilot", "hall 3")
+    for wrong, named in (({"labels": "No!"}, "labels"), ({"hours": "0"}, "hours"), ({"data": "a\nb"}, "images")):
+        status, _, answer = operator.post("/enrolment", form_of="/enrolment", **{**about, **wrong})
+        assert (status, named in answer) == (409, True)
     line = html.unescape(text.partition('id="line">')[2].partition("</code>")[0])
     assert re.fullmatch(r" FEDCG_TOKEN=\S+ fedcg enrol --out tiny --data '/data/my images'; case .* esac", line)
     assert Token.parse(line.split()[0].partition("=")[2]).device == "line-4"
@@ -70,6 +76,15 @@ def test_a_form_that_replaces_a_device_is_filled_in_from_its_page(page: ServedPa
     (token,) = page.made.world.store.register.tokens()
     assert (token.device, token.replaces) == ("a", True)
     assert operator.post("/enrolment", form_of="/enrolment", device="", replaces="yes")[0] == 404
+
+
+def test_revoked_devices_are_gone_at_once_and_viewers_revoke_none(page: ServedPage) -> None:
+    page.application.state.home.broker.mkdir()
+    fields = {"action": "revoke", "reason": "sold", "device:a": "on", "device:b": "on"}
+    assert page.reader(Role.VIEWER).post("/devices", "/devices", **fields)[0] == 403
+    assert "Revoke: 2 of 2 done" in page.reader().post("/devices", "/devices", **fields)[2]
+    ended = [device.ended_because for device in page.made.world.store.devices()]
+    assert ended == ["sold", "sold", ""]
 
 
 def test_the_steps_of_each_token_name_what_is_missing(page: ServedPage) -> None:

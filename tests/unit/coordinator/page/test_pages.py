@@ -399,6 +399,8 @@ def test_several_devices_are_changed_at_once_with_a_result_for_each_and_a_line_i
     assert operator.post("/devices", "/devices", action="erase", **fields)[0] == 409
     assert viewer.post("/devices", "/devices", action="enable", **fields)[0] == 403
     assert "No device is selected" in operator.get("/confirm/devices?action=enable")[1]
+    matching = operator.get("/confirm/devices?action=revoke&scope=matching&q=b")[1]
+    assert re.findall(r'name="device:(\w+)"', matching) == ["b"]
     lines = [line for line in page.application.state.changes.audit.last(99) if line["route"] == "POST /devices"]
     assert all(f'"device:{device}"' in lines[-1]["changed"] for device in ("a", "b", "none"))
     form = {"labels": "north, pilot", "site": "hall 1", "note": ""}

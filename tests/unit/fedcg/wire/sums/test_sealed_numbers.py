@@ -117,7 +117,7 @@ def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
         with pytest.raises(SumError, match="an opened sum is not a mean of numbers in their bounds"):
             from_numbers(lie, LAYOUTS, RANGE)
     honest[0] = np.uint32(1.001 * STEPS)
-    with pytest.raises(SumError, match="the shares in an opened sum don't add up"):
+    with pytest.raises(SumError, match="the shares in a sum don't add up"):
         from_numbers(honest, LAYOUTS, RANGE)
 
 
