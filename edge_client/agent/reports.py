@@ -333,10 +333,12 @@ def readings(read: Telemetry) -> schemas.Readings:
 def served_model(root: Path) -> schemas.ServedModel | None:
     """The deployed model under a root of versions, with the evidence in its manifest; None if there is no model."""
     try:
-        directory = ModelVersions(root).current()
+        models = ModelVersions(root)
+        directory, pointer = models.current(), models.pointer()
         manifest = read_manifest(directory)
     except (ExportError, OSError):
         return None
+    returned, because = (pointer and pointer.returned) or (None, None)
     return schemas.ServedModel(
         version=directory.name,
         round=manifest.round,
@@ -344,6 +346,9 @@ def served_model(root: Path) -> schemas.ServedModel | None:
         accuracy=manifest.verification.accuracy_onnx,
         before=None if manifest.gate is None else manifest.gate.before,
         forms=tuple(_evidence(manifest)),
+        answers=pointer and pointer.answers,
+        returned=returned,
+        because=because,
     )
 
 

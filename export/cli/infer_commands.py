@@ -273,10 +273,13 @@ def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
     versions = installed.versions()
     if not versions:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
-    rows = [_version_row(installed, version) for version in versions]
+    rows, pointer = [_version_row(installed, version) for version in versions], installed.pointer()
+    returned, because = (pointer and pointer.returned) or ("", "")
+    text = f"\n{returned} was rolled back: {because}" if returned else ""
+    text += f"\n{pointer.answers} answers until the comparison ends" if pointer and pointer.answers else ""
     columns = ("version", "in use", "federation", "round", "accuracy", "created", "remarks")
     cells = [[row["version"], "yes" if row["current"] else "", *_cells(row)] for row in rows]
-    text = f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
+    text = f"{table(columns, cells, '')}{text}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
     faults = [str(row["state"]) for row in rows if row["state"] != "sound"]
     return rows, text, _some("versions are refused", faults, len(rows)) if faults else 0
 

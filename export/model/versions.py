@@ -27,12 +27,25 @@ _STAGING_PREFIX = ".staging-"
 _ENGINES_SUFFIX = ".engines"
 
 
+Reason = Literal["errors", "drift", "latency", "incomparable", "operator"]
+"""Why a version was rolled back."""
+
+
 class Pointer(BaseModel, frozen=True, extra="forbid"):
-    """The pointer file: the version in use and the earlier ones, latest first."""
+    """The pointer file.
+
+    Attributes:
+        current: the version in use.
+        previous: the earlier ones, latest first.
+        answers: during a comparison, the version that answers requests; None otherwise.
+        returned: the version that was rolled back last, and why.
+    """
 
     format: Literal[1] = 1
     current: str
     previous: tuple[str, ...] = ()
+    answers: str | None = None
+    returned: tuple[str, Reason] | None = None
 
 
 class Version(Value):
@@ -57,7 +70,7 @@ class ModelVersions:
 
     def versions(self) -> tuple[Version, ...]:
         """All versions, oldest first."""
-        pointer = self._pointer()
+        pointer = self.pointer()
         current = pointer.current if pointer else None
         return tuple(Version(name, self.root / name, name == current) for name in self._names())
 
@@ -71,8 +84,19 @@ class ModelVersions:
 
     def previous(self) -> tuple[str, ...]:
         """The versions in use before, latest first. A rollback removes the version that it left."""
-        pointer = self._pointer()
+        pointer = self.pointer()
         return pointer.previous if pointer else ()
+
+    def note_answering(self, version: str | None) -> None:
+        """Record which version answers requests during a comparison, None at its end.
+
+        Raises:
+            SlotError: the disk is full or broken.
+        """
+        pointer = self._sound_pointer()
+        if pointer is not None and pointer.answers != version:  # else nothing is written, e.g. on a read-only disk
+            with self._writing(), self._lock():
+                self._write_pointer(self._required_pointer().model_copy(update={"answers": version}))
 
     def install(self, fill: Callable[[Path], None]) -> Path:
         """Create a new version and put it in use.
@@ -146,7 +170,7 @@ class ModelVersions:
             self._point_to(name)
         return self.root / name
 
-    def rollback(self) -> Path:
+    def rollback(self, reason: Reason = "operator") -> Path:
         """Return to the previous version; skip versions that are missing or damaged.
 
         Raises:
@@ -159,7 +183,8 @@ class ModelVersions:
                     self.verify(name)
                 except (SlotError, ModelError):
                     continue
-                self._write_pointer(Pointer(current=name, previous=pointer.previous[position + 1 :]))
+                left, previous = (pointer.current, reason), pointer.previous[position + 1 :]
+                self._write_pointer(Pointer(current=name, previous=previous, returned=left))
                 return self.root / name
         raise SlotError(
             f"{self.root}: no earlier version to return to; see `fedcg model list {self.root}`", exit_code=NOT_FOUND
@@ -184,7 +209,12 @@ class ModelVersions:
         found = [path.name for path in self.root.iterdir() if path.name.isdecimal() and path.is_dir()]
         return sorted(found, key=int)
 
-    def _pointer(self) -> Pointer | None:
+    def pointer(self) -> Pointer | None:
+        """The pointer; None if nothing is installed.
+
+        Raises:
+            SlotError: it is damaged.
+        """
         path = self.root / POINTER_NAME
         try:
             return Pointer.model_validate_json(checked(path.read_bytes()) or b"")
@@ -198,12 +228,12 @@ class ModelVersions:
     def _sound_pointer(self) -> Pointer | None:
         """The pointer; None if there is none or it is damaged. A damaged one is replaced without its history."""
         try:
-            return self._pointer()
+            return self.pointer()
         except SlotError:
             return None
 
     def _required_pointer(self) -> Pointer:
-        pointer = self._pointer()
+        pointer = self.pointer()
         if pointer is None:
             raise SlotError(f"{self.root}: no model is installed there", exit_code=NOT_FOUND)
         if not (self.root / pointer.current).is_dir():
@@ -213,10 +243,9 @@ class ModelVersions:
         return pointer
 
     def _point_to(self, name: str) -> None:
-        before = self._sound_pointer()
-        history = (before.current, *before.previous) if before else ()
-        previous = tuple(dict.fromkeys(one for one in history if one != name))
-        self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
+        before = self._sound_pointer() or Pointer(current=name)
+        previous = tuple(dict.fromkeys(one for one in (before.current, *before.previous) if one != name))
+        self._write_pointer(before.model_copy(update={"current": name, "previous": previous[:HISTORY]}))
 
     def _write_pointer(self, pointer: Pointer) -> None:
         replace_durably(self.root / POINTER_NAME, with_check(f"{pointer.model_dump_json()}\n".encode()), READABLE)

@@ -1,7 +1,7 @@
 """The model in service, the candidate compared with it, and the switch to a new version while requests run. Independent of HTTP.
 
 With a stage, the successor of the version in service is first a candidate. It predicts images of answered requests, on one bounded thread that never delays requests, and takes the requests afterwards. The pointer already names the candidate, so a rejection moves the pointer back. A rollback takes effect at once, since the pointer's history no longer has the version in service.
-During a stage, the file `SERVING` next to the pointer names the version that answers requests.
+During a stage, the pointer also names the version that answers requests.
 """
 
 import logging
@@ -14,17 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
 
 from export.errors import ExportError, ModelError
 from export.model.manifest import Accept
 from export.model.runtime import Floats, Model, Sample, in_words
 from export.model.versions import ModelVersions, resolve
 from export.serving.judge import CandidateStage, Comparison, Pair, Progress, VersionFault, Watch, least_agreement
-from fedcg.files import READABLE, replace_durably
 
 PENDING = 2
 """Requests kept for the comparison, including the current one; others are skipped."""
@@ -142,37 +139,9 @@ class Candidate:
         return (model.by_name(rows) if np.isfinite(rows).all() else None), self.clock() - began
 
 
-RECORD_NAME = "SERVING"
 Stamp = tuple[tuple[str, int, int, int], ...]
 Look = tuple[Path, Stamp] | str
 log = logging.getLogger(__name__)
-
-
-class _Record(BaseModel, frozen=True, extra="forbid"):
-    format: Literal[1] = 1
-    version: Annotated[str, Field(pattern=r"^\d{1,20}$")]
-
-
-def read_serving(root: Path) -> str | None:
-    """The version that answered when a stage was interrupted; None if none was, or the file is damaged."""
-    path = root / RECORD_NAME
-    try:
-        return _Record.model_validate_json(path.read_bytes()).version if path.exists() else None
-    except (OSError, ValidationError) as error:
-        log.warning("%s is ignored and the version in use is served: %s", path, error)
-        return None
-
-
-def note_serving(root: Path, version: str | None) -> None:
-    """Record which version answers during a stage, None at its end. Disk errors are only logged."""
-    path = root / RECORD_NAME
-    try:
-        if version is not None:
-            replace_durably(path, _Record(version=version).model_dump_json() + "\n", READABLE)
-        elif path.exists():  # on a read-only disk, removing a missing file also fails
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s: %s; a restart may serve or compare a different version", path, error)
 
 
 @dataclass(eq=False)
@@ -293,7 +262,7 @@ class ServedModel:
         try:
             if installed.current().name != verdict.version:
                 return False
-            back = installed.rollback()
+            back = installed.rollback(verdict.kind)
         except (ExportError, OSError) as error:
             log.warning("version %s should be rolled back (%s), but stays: %s", verdict.version, verdict.reason, error)
             return False
@@ -314,7 +283,7 @@ class ServedModel:
         else:
             if self._began_s is None:  # a version that replaces a candidate gets the rest of its time
                 self._began_s = self.clock()
-            note_serving(self._root, before.version)
+            self._note_answering(before.version)
             self.candidate = Candidate(model, before, self.stage, self._began_s, clock=self.clock)
             told = "comparing version %s with version %s, which serves, on %d images or for %.0f s"
             log.info(told, model.version, before.version, self.stage.images, self.stage.limit_s)
@@ -364,7 +333,14 @@ class ServedModel:
 
     def _end_stage(self) -> None:
         self._began_s = None
-        note_serving(self._root, None)
+        self._note_answering(None)
+
+    def _note_answering(self, version: str | None) -> None:
+        """Record which version answers during a stage, None at its end. Disk errors are only logged."""
+        try:
+            ModelVersions(self.directory).note_answering(version)
+        except (ExportError, OSError) as error:
+            log.warning("%s; a restart may serve or compare a different version", error)
 
     @property
     def _root(self) -> Path:
@@ -379,14 +355,14 @@ class ServedModel:
 
     def _resume(self) -> None:
         """At the start: serve the version that answered when a stage was interrupted, if it is present and valid."""
-        name = read_serving(self._root)
-        if name is None or not self._succeeds(name):
-            return
         try:
+            pointer = ModelVersions(self.directory).pointer()
+            if pointer is None or (name := pointer.answers) is None or name not in pointer.previous:
+                return
             seen = _stamped(self._root / name)
             self._serve(self._loaded(self._root / name), seen)
         except (ExportError, OSError, MemoryError) as error:
-            log.warning("version %s, which answered before the restart, cannot be used: %s", name, error)
+            log.warning("the version that answered before the restart cannot be used: %s", error)
 
     def _look(self) -> Look:
         """Identity of the model to load; changes if another version is chosen or one of its files is replaced."""

@@ -58,7 +58,7 @@ class ReportField(_Explained):
     EPSILON = "epsilon", "privacy budget that differentially private training has spent"
     COST = "cost", "seconds and energy of the local round"
     # In a device's self-report, not in an update.
-    MODEL = "model", "the exported model in use: size, latency, accuracy"
+    MODEL = "model", "the exported model in use: size, latency, accuracy, comparison, roll-back"
     TELEMETRY = "telemetry", "temperature, power, battery, what slows it down, free memory and disk, every five minutes"
 
 

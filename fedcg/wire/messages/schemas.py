@@ -105,6 +105,9 @@ class FormEvidence(_Strict):
     images: Count = 0
 
 
+ModelVersion = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+
+
 class ServedModel(_Strict):
     """The exported model in use.
 
@@ -115,14 +118,19 @@ class ServedModel(_Strict):
         accuracy: share of the device's test images that the exported model classifies correctly.
         before: the same for the version that was in use before.
         forms: all forms that were tried.
+        answers: the version that still answers, while this one is compared with it.
+        returned: the version that was rolled back last, and `because` of what.
     """
 
-    version: Annotated[str, Field(pattern=r"^\d{1,9}$")]
+    version: ModelVersion
     round: Count
     serves: FormName
     accuracy: Share | None = None
     before: Share | None = None
     forms: Annotated[tuple[FormEvidence, ...], Field(max_length=8)] = ()
+    answers: ModelVersion | None = None
+    returned: ModelVersion | None = None
+    because: Literal["errors", "drift", "latency", "incomparable", "operator"] | None = None
 
 
 class Readings(_Strict):

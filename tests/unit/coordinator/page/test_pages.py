@@ -27,6 +27,8 @@ from fedcg.wire.parts import ReportField
 from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.coordinator.world import REASON, TOO_LONG, OddC, World
 from tests.support.page.pages import Reader, ServedPage, add_crowd, shows, tiny_page
+from tests.support.present import present
+from tests.support.wire.golden_files import CONDITION
 
 MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
 LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
@@ -176,6 +178,11 @@ def test_versions_are_compared_pinned_and_downloaded(page: ServedPage) -> None:
     status, headers, data = reader.transfer("GET", "/api/v1/federations/tiny/models/2/artifact")
     assert (status, data) == (200, page.made.world.artifacts.get(artifact))
     assert 'filename="tiny-round-2.fedcg"' in headers["content-disposition"]
+    changes = {"answers": "1", "returned": "3", "because": "drift"}
+    told = CONDITION.model_copy(update={"model": present(CONDITION.model).model_copy(update=changes)})
+    store.presence.keep_condition("tiny", "a", time.time(), told.model_dump_json())
+    row = shows(reader, "/f/tiny/models", "compared with 1, which answers").partition('id="m-a"')[2]
+    assert "3 rolled back: drift" in row
     viewer = page.reader(Role.VIEWER)
     assert viewer.get("/api/v1/federations/tiny/models/2/artifact")[0] == 403
     assert "Unpin" not in viewer.get("/f/tiny/models")[1]

@@ -221,3 +221,6 @@ def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Pa
         assert forms[name].accuracy is not None
         assert forms[name].images > 0
     assert due(SelfReporter(PolicySection(), models)).condition.model is None
+    ModelVersions(models).rollback("drift")
+    back = present(served_model(models))
+    assert (back.version, back.answers, back.returned, back.because) == ("0001", None, "0002", "drift")

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from export.model.image_files import expand
 from export.model.runtime import Model, load_all
+from export.model.versions import ModelVersions
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, fails, run_fedcg, succeeds
@@ -132,6 +133,9 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     rows = data_of(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
     assert "0002" in run_fedcg("model", "rollback", slots_root).stdout
+    ModelVersions(slots_root).note_answering("0001")
+    text = succeeds("model", "list", slots_root)
+    assert "\n0001 was rolled back: operator\n0001 answers until the comparison ends\nNext:" in text
     assert "no earlier version" in fails(NOT_FOUND, "model", "rollback", slots_root)
 
 

@@ -15,7 +15,7 @@ from export.model.manifest import read_manifest, write_manifest
 from export.model.runtime import Floats, Model
 from export.model.versions import ModelVersions
 from export.serving.judge import FAILURES, CandidateStage, Progress, VersionFault
-from export.serving.live_model import PENDING, RECORD_NAME, Candidate, ServedModel
+from export.serving.live_model import PENDING, Candidate, ServedModel
 from fedcg.imaging import Pixels
 from tests.support.clock import Clock
 from tests.support.learning.export_models import CLASSES, install_model, make_spec
@@ -160,7 +160,8 @@ def test_nobody_is_answered_by_the_candidate_before_the_end_of_its_stage_is_on_d
 ) -> None:
     _compare(staged, 9)
 
-    monkeypatch.setattr("export.serving.live_model.note_serving", raising(KeyboardInterrupt))
+    assert present(ModelVersions(staged.directory).pointer()).answers == "0001"
+    monkeypatch.setattr(ModelVersions, "note_answering", raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         staged.refresh()
     assert _states(staged)[0] == "0001"
@@ -188,7 +189,8 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
     assert ModelVersions(three_root).current().name == "0001"
     assert models.taken_back == f"version 0002: {verdict.reason}"
     assert models.look() == []
-    assert not (three_root / RECORD_NAME).exists()
+    pointer = present(ModelVersions(three_root).pointer())
+    assert (pointer.answers, pointer.returned) == (None, ("0002", "errors"))
     assert _choose(models, three_root, "0002") == ("0002", None)
     for _ in range(FAILURES):
         models.failed(present(models.current))
@@ -248,7 +250,7 @@ def test_a_candidate_is_dropped_when_the_pointer_returns_to_the_version_in_use(t
     ModelVersions(three_root).rollback()
     assert _after(models, clock, 0) == ("0001", None)
     assert models.current is served  # it was not loaded again
-    assert not (three_root / RECORD_NAME).exists()
+    assert present(ModelVersions(three_root).pointer()).answers is None
 
 
 @pytest.mark.parametrize("classes", [("ant", "bee", "dog"), ("bee", "cat", "ant")], ids=["others", "in another order"])
@@ -318,7 +320,7 @@ def test_a_restart_serves_the_version_in_use_if_no_stage_can_go_on(three_root: P
     if what == "its version is gone":
         shutil.rmtree(three_root / "0001")
     elif what == "the record is damaged":
-        (three_root / RECORD_NAME).write_text('{"format": 1, "version": "../0001"}')
+        ModelVersions(three_root).note_answering("../0001")
     elif what == "a rollback in between":
         ModelVersions(three_root).rollback()
     if what == "no stage":
@@ -327,7 +329,7 @@ def test_a_restart_serves_the_version_in_use_if_no_stage_can_go_on(three_root: P
     else:
         again = _started(three_root, clock)
     assert _states(again) == ("0001" if what == "a rollback in between" else "0003", None)
-    assert not (three_root / RECORD_NAME).exists()
+    assert present(ModelVersions(three_root).pointer()).answers is None
 
 
 def test_offering_images_never_waits_and_leaves_out_what_comes_while_the_candidate_is_busy(
