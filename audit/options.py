@@ -20,18 +20,14 @@ class AuditOptions(Value):
         Path | None, typer.Option(help="the agent's store (or a simulation's file), for ceilings and single batches")
     ] = None
     held_out: Annotated[Path | None, typer.Option(help="more images of the device that it never trained on")] = None
-    auxiliary: Annotated[
-        Path | None, typer.Option(help="labelled images of the same kind, as an attacker could have")
-    ] = None
+    auxiliary: Annotated[Path | None, typer.Option(help="labelled images, as an attacker could have")] = None
     cohort: Annotated[
         Path | None,
         typer.Option(help="the cohort's secret (secrets/cohort.key of a store): assume that one other device colludes"),
     ] = None
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(
-            help="a privacy mechanism of the device, KEY=VALUE as in its agent.toml; repeat for more; for epsilon"
-        ),
+        typer.Option(help="a privacy mechanism, KEY=VALUE as in its agent.toml; repeat for more; for epsilon"),
     ] = None
     federation: Annotated[str | None, typer.Option(help="federation to audit, if there are several")] = None
     client: Annotated[str | None, typer.Option(help="client whose update to audit, if there are several")] = None

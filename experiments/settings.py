@@ -78,9 +78,7 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
     partition: Annotated[str, Field(description="iid, dirichlet:OMEGA, classes:GROUPS, or domains[:NAME,...]")] = (
         "dirichlet:0.5"
     )
-    images_per_client: Annotated[
-        int | None, Field(ge=10, description="maximum number of training images per client")
-    ] = None
+    images_per_client: Annotated[int | None, Field(ge=10, description="most training images per client")] = None
     validation: Annotated[
         Literal["share", "test-half"],
         Field(description="share: part of the training images; test-half: half of a client's test images"),
@@ -130,9 +128,7 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
         spec.CropPixels, Field(description="augment with random crops of images padded by PIXELS on every side; 0: off")
     ] = 0
     seed: Annotated[int, Field(ge=0, lt=1 << 63, description="seed of split, weights, order and noise")] = 0
-    quick: Annotated[bool, Field(description="larger steps and a shorter server loop than the method's defaults")] = (
-        True
-    )
+    quick: Annotated[bool, Field(description="larger steps and a shorter server loop than by default")] = True
     params: dict[str, spec.ParameterValue] = {}
 
     @field_validator("crop")

@@ -8,9 +8,7 @@ from fedcg.values import Value
 
 ENVIRONMENT_VARIABLE = "FEDCG_BROKER_DIR"
 DEFAULT_FOLDER = ".broker"
-NO_MOSQUITTO = (
-    "Mosquitto is not installed on this machine: run `make setup-broker`, or `apt-get install mosquitto` as root"
-)
+NO_MOSQUITTO = "Mosquitto is not installed: run `make setup-broker`, or `apt-get install mosquitto` as root"
 
 
 class Mosquitto(Value):

@@ -99,9 +99,7 @@ def _print(envelope: object) -> None:
 
 
 MIN_PASSPHRASE = 8
-PassphraseFile = Annotated[
-    Path | None, typer.Option(help="File whose first line is the passphrase. Default: ask for it.")
-]
+PassphraseFile = Annotated[Path | None, typer.Option(help="File whose first line is the passphrase. Default: ask.")]
 
 
 class NotAnsweredError(BadInputError):

@@ -157,9 +157,7 @@ _PLANS = {
 }
 
 
-_RECOGNISED = Measure(
-    "class_recognised", "probability of the class for generated images, by independent judges", "share"
-)
+_RECOGNISED = Measure("class_recognised", "class probability of generated images, by independent judges", "share")
 _SSIM = Measure("class_ssim", "likeness of generated images to the device's images of one class")
 _WORTH = {_RECOGNISED: 0.1, _SSIM: 0.05}  # a smaller gain is no leak: a better trained model alone gives it
 _BEFORE = "the same attack on the aggregate before the round, with noise as large as the update's change"

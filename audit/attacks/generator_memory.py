@@ -44,9 +44,7 @@ _LEAST_SPREAD = (
 _LEAST_KNOWN = 4  # auxiliary images of a class
 _TAIL = 8  # least number of held-out images that show the tail's shape
 _DECODED = "similarity of decoded samples to the nearest training image"
-_MEMORY = Measure(
-    "memory_auc", "training images distinguished from others by their distance to the generator's samples"
-)
+_MEMORY = Measure("memory_auc", "training images distinguished from others by distance to the generator's samples")
 _WORST = Measure(
     "memory_worst", "the training image nearest to a sample, in deviations of images that were not trained on"
 )

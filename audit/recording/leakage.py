@@ -355,9 +355,7 @@ def check_recording(observed: Path, private: Iterable[Path], more: Sequence[Priv
             f"{observed} is not an observer's folder: {error}; give the folder of `fedcg audit observe`"
         ) from error
     if not blobs:
-        raise CaptureError(
-            f"{observed} holds no artifact: start `fedcg audit observe` before the federation sends anything"
-        )
+        raise CaptureError(f"{observed} holds no artifact: start `fedcg audit observe` before anything is sent")
     if missing := sorted(listed - blobs.keys()):
         raise CaptureError(f"{observed} lacks artifact {missing[0]}, which {WIRE_FILE} lists: copy the whole folder")
     if damaged := [name for name, data in blobs.items() if sha256(data).hexdigest() != name]:

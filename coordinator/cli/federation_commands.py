@@ -369,7 +369,8 @@ def federation_reconcile(
         why = in_words(error) if isinstance(error, OSError) else "run that on the device, and give all it prints"
         raise BadInputError(f"{file} is not the output of `fedcg agent sent --json`: {why}") from error
     rows = [(each.round, each.attempt, each.what, each.artifact) for each in found.differences]
-    same = f"{found.same} updates of {record.device} are the same in both records; {found.earlier} from before the record were not compared."
+    same = f"{found.same} updates of {record.device} have the same SHA-256, size and outcome in both records."
+    same += f" {found.outside} from before its first line or after its last were not compared." if found.outside else ""
     text = f"{table(('round', 'attempt', 'difference', 'sha256'), rows, 'No difference.')}\n{same}"
     return asdict(found), text, NOT_MET if rows else 0
 

@@ -29,6 +29,8 @@ DOUBLED_S = 600.0
 CLOCK_S = 60.0
 """Accepted difference between a device's clock and the coordinator's."""
 GONE_S = 3600.0
+WAITED_S = 60.0
+"""Offline for longer, a device that an open round waits for is a problem."""
 """A device of a running federation is reported once it has been offline for longer than this."""
 
 MOST_REPAIRS = 5
@@ -278,10 +280,12 @@ def _too_few_devices(known: Known, federation: str, state: RoundState) -> Proble
 def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) -> Iterator[Problem]:
     """Devices that have been offline for long, and devices in bad condition."""
     for device, change in known.store.presence.latest(record.id).items():
-        away = known.now - change.at
-        if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:
-            about = {"hours": away / 3600, "reason": change.reason or "reason unknown"}
-            yield _problem("device away", f"{device} in {record.id}", about, device=device)
+        away, subject = 0.0 if change.online else known.now - change.at, f"{device} in {record.id}"
+        about = {"hours": away / 3600, "round": state.round, "reason": change.reason or "reason unknown"}
+        if away > WAITED_S and state.phase is Phase.COLLECTING and device in state.awaited:
+            yield _problem("round waits", subject, about, device=device, repairs=(Repair("disable", device),))
+        elif away > GONE_S and state.phase is not Phase.FINISHED:
+            yield _problem("device away", subject, about, device=device)
     for device, delivery in known.last_updates.get(record.id, {}).items():
         health = str(delivery.reported.get("health"))
         if (advice := texts().health.get(health)) and device in state.online:

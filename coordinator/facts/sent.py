@@ -209,12 +209,12 @@ class Comparison(Value):
 
     Attributes:
         same: number of updates that both list with the same SHA-256, size and outcome.
-        earlier: number of the coordinator's updates from before the record's first item, which were not compared.
+        outside: number of the coordinator's updates from before the record's first item or after its last, which were not compared.
     """
 
     device: str
     same: int
-    earlier: int
+    outside: int
     differences: list[Difference]
 
 
@@ -226,14 +226,14 @@ def compare_records(record: OwnRecord, federation: str, stored: Sequence[Mapping
     """
     own = {each.artifact: each for each in record.updates(federation)}
     here = {each["artifact"]: each for each in stored}
-    first = min((each["t"] for each in record.items if isinstance(each.get("t"), float)), default=math.inf)
-    same, earlier, found = 0, 0, []
+    times = [each["t"] for each in record.items if isinstance(each.get("t"), float)] or [math.inf]
+    same, outside, found = 0, 0, []
     for artifact in {**here, **own}:
         mine, other = here.get(artifact), own.get(artifact)
         if other is None:
             assert mine is not None
-            earlier += (is_earlier := mine["stored_at"] < first)
-            what = "" if is_earlier else "it arrived here, but the device's record lacks it"
+            outside += (is_outside := not min(times) <= mine["stored_at"] <= max(times))
+            what = "" if is_outside else "it arrived here, but the device's record lacks it"
         elif mine is None:
             lost = "the device sent it, but it never arrived completely"
             what = lost if other.receipt is None else f"{other.receipt} on the device, but not listed here"
@@ -246,7 +246,7 @@ def compare_records(record: OwnRecord, federation: str, stored: Sequence[Mapping
         if what:
             at = own[artifact].model_dump() if mine is None else mine
             found.append(Difference(at["round"], at["attempt"], artifact, what))
-    return Comparison(record.device, same, earlier, sorted(found, key=lambda each: (each.round, each.attempt)))
+    return Comparison(record.device, same, outside, sorted(found, key=lambda each: (each.round, each.attempt)))
 
 
 def _when(field: ReportField, spec: FederationSpec) -> str:

@@ -174,7 +174,7 @@ _FORGET = 'case "$(history 1 2>&1)" in *FEDCG_TOKEN=*) history -d -1;; esac'
 
 MAX_LABELS = 16
 _Label = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$", examples=["north"])]
-Labels = Annotated[tuple[_Label, ...], Field(max_length=MAX_LABELS)]
+Labels = Annotated[tuple[_Label, ...], Field(max_length=MAX_LABELS, description="words of a-z, 0-9 and dashes")]
 """Words that operators give a device."""
 Site = Annotated[str, Field(max_length=64, examples=["hall 3"])]
 """Where a device is."""
@@ -210,7 +210,7 @@ def ids_in(devices: str) -> list[str]:
     found = _RANGE.fullmatch(devices)
     stem, first, last = found.groups() if found else ("", "1", "0")
     if not 0 <= int(last) - int(first) < MAX_BATCH:
-        raise EnrolmentError(f"{devices!r}: write a range of at most {MAX_BATCH} ids, e.g. line-1..line-20")
+        raise EnrolmentError(f"{devices!r}: write an ascending range of at most {MAX_BATCH} ids, e.g. line-1..line-20")
     return [f"{stem}{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
 
 
@@ -259,7 +259,7 @@ def enrol_line(token: enrolment_messages.Token, federation: str | None, data: st
     """
     named = "" if token.device else ' --device "$(uname -n | tr A-Z. a-z-)"'
     images = f" --data {shlex.quote(data)}" if data else ""
-    return f" FEDCG_TOKEN={token.text} fedcg enrol{named} --out {federation or 'device'}{images}; {_FORGET}"
+    return f" {_FORGET}; FEDCG_TOKEN={token.text} fedcg enrol{named} --out {federation or 'device'}{images}"
 
 
 def tokens_csv(made: Sequence[Mapping[str, Any]]) -> str:

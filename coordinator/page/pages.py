@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from pydantic import BeforeValidator, ValidationError
 
+from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
 from coordinator.facts.audits import device_audits
 from coordinator.facts.comparison import compared
@@ -29,8 +30,9 @@ from coordinator.http.oidc import CALLBACK, FLOW_COOKIE, FLOW_PATH, FLOW_S
 from coordinator.http.operator_api import MAX_ID, OfAttempt, OfRound, made_token, operations_of, policy_tag, unchanged
 from coordinator.http.refusals import ProblemError
 from coordinator.members.enrolment import WantedToken, tokens_csv
+from coordinator.members.membership import Revoked
 from coordinator.operations.create_federation import example_plan, read_plan
-from coordinator.operations.operations import Operations
+from coordinator.operations.operations import Operations, source_of
 from coordinator.page.plan_form import plan_page, plan_text_of
 from coordinator.page.views import View, form_of, moment_of, own_path, plain_page, qr_code, see_other, view_of
 from coordinator.storage.event_store import Event, EventFilter
@@ -274,7 +276,12 @@ def _policy_page(
 ) -> Response:
     """The policy with the given input and its problems."""
     policy, changes = view.known.federation(federation).policy, policy_changes(view.known, federation)
-    values: dict[str, Any] = {"policy": policy, "tag": policy_tag(policy), "changes": changes, "given": given}
+    values: dict[str, Any] = {
+        "policy": policy,
+        "tag": given.get("tag", policy_tag(policy)),
+        "changes": changes,
+        "given": given,
+    }
     values |= {"fields": RoundPolicy.model_json_schema()["properties"], "problems": problems}
     return view.render("policy.html", federation=federation, status=status, **values)
 
@@ -289,10 +296,16 @@ def federations(view: Asked, archived: bool = False) -> Response:
 
 @router.get("/federations/new/plan")
 @router.get("/federations/new")
-def new_federation(view: Asked, like: str = "") -> Response:
-    """A form that writes a plan: an example, or one like that of the federation `like`."""
+def new_federation(view: Asked, like: str = "", continued_from: str = "") -> Response:
+    """A form that writes a plan: an example, or one like that of the federation `like`, perhaps with the weights of ID@ROUND."""
+    if continued_from:
+        source_of(view.known.store, continued_from)
     plan = plan_like(view.known, like).model_dump(mode="json", exclude_defaults=True) if like else None
-    return plan_page(view, plan_text(tomllib.loads(example_plan()) if plan is None else plan), {})
+    return plan_page(
+        view,
+        plan_text(tomllib.loads(example_plan()) if plan is None else plan),
+        {"continued_from": continued_from, "start": "yes"} if continued_from else {},
+    )
 
 
 @router.get("/confirm/{action}/{name}")
@@ -452,17 +465,22 @@ def test_channel(channel: str, view: Asked) -> Response:
 @forms.post("/devices")
 def change_devices(view: Asked, fields: Fields) -> Response:
     """Change several devices, and show what happened to each. The form has a field `device:ID` for each, so that the audit log names all."""
-    action, results = fields.get("action", ""), {}
+    action, results, is_pending = fields.get("action", ""), dict[str, str](), False
     change = _known(BULK, action)
     for device in (name.removeprefix("device:") for name in fields if name.startswith("device:")):
         try:
             results[device] = ""
-            change(operations_of(view.request), device, fields)
+            done = change(operations_of(view.request), device, fields)
+            is_pending |= isinstance(done, Revoked) and not done.broker_reloaded
         except SteeringError as error:  # noqa: PERF203 - each device has its own result
             results[device] = str(error)
     view.recent.clear()
-    label = fields.get("label", "")
-    return view.render("confirm_devices.html", action=action, label=label, chosen=[], results=results)
+    values: dict[str, Any] = {
+        "label": fields.get("label", ""),
+        "results": results,
+        "note": NOT_APPLIED if is_pending else "",
+    }
+    return view.render("confirm_devices.html", action=action, chosen=[], **values)
 
 
 @forms.post("/devices/{device}/{action}")
@@ -493,7 +511,8 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         operations = operations_of(request)
         try:
             plan = read_plan(PLAN, complete=operations.complete, text=text)
-            federation = operations.create_federation(plan, start=fields.get("start") == "yes").id
+            source, starts = fields.get("continued_from") or None, fields.get("start") == "yes"
+            federation = operations.create_federation(plan, start=starts, continued_from=source).id
         except PlanError as error:
             problems = str(error).split("\n  ")
             return plan_page(view, text, fields, numbered(text, problems[1:] or problems), 422)
@@ -519,7 +538,10 @@ def change_policy(federation: str, view: Asked, fields: Fields) -> Response:
         if changes:
             operations_of(view.request).change_policy(federation, changes, unchanged(federation, fields.get("tag", "")))
     except (SteeringError, ProblemError) as error:
-        return _policy_page(view, federation, given, str(error).split("\n  ")[1:] or [str(error)], 422)
+        old = (
+            {"tag": fields.get("tag", "")} if isinstance(error, ProblemError) else {}
+        )  # not to be saved over others' changes
+        return _policy_page(view, federation, given | old, str(error).split("\n  ")[1:] or [str(error)], 422)
     return view.changed(f"/f/{federation}/policy")
 
 
@@ -537,8 +559,11 @@ def _known(changes: Mapping[str, Change], action: str) -> Change:
 
 
 def _described(fields: Mapping[str, str]) -> dict[str, object]:
-    labels = fields.get("labels", "").replace(",", " ").split()
-    return {"labels": labels, **{name: fields[name] for name in ("site", "note") if name in fields}}
+    """What a form changes: fields that differ from what it showed, if it says that."""
+    names = [name for name in ("labels", "site", "note") if name in fields]
+    changed = {name: fields[name] for name in names if fields[name] != fields.get(f"was_{name}")}
+    words = {"labels": changed.pop("labels").replace(",", " ").split()} if "labels" in changed else {}
+    return {**words, **changed}
 
 
 def _rounds(fields: Mapping[str, str]) -> int:

@@ -72,6 +72,7 @@ def plan_page(
     values: dict[str, Any] = {"plan": text, "values": dict.fromkeys(FIELDS, "") | fields, "problems": wrong}
     values |= {"answers": answers, "questions": {name: choice["questions"][name][0] for name in asked}}
     values |= {"recommended": method, "methods": choice["when"], "start": given.get("start", "" if given else "yes")}
+    values |= {"continued_from": given.get("continued_from", "")}
     values |= {"networks": dict.fromkeys([*networks_here(), *filter(None, [values["values"]["network.split"]])])}
     values |= {"policy": RoundPolicy.model_json_schema()["properties"], "sizing": urlencode({"plan": query})}
     return view.render("new_federation.html", status=status, **values)

@@ -360,7 +360,7 @@ def _load_revocations(path: Path, authority: x509.Certificate) -> x509.Certifica
         is_whole = False
     if not is_whole:
         raise HomeError(
-            f"{path} is damaged. Delete it: it is created again from the database, with every revoked certificate"
+            f"{path} is damaged. Delete it: it is made again from the database, with every revoked certificate"
         )
     return revocations
 

@@ -194,7 +194,7 @@ class RoundState(Value):
     @property
     def awaited(self) -> frozenset[str]:
         """Outstanding participants that the attempt waits for until its deadline."""
-        return self.outstanding - self.unapproved
+        return self.outstanding - self.unapproved - self.barred.keys()
 
     def can_spare(self, *clients: str) -> bool:
         """Whether the quorum is possible without these participants and without those whose owners have not approved."""
@@ -269,12 +269,18 @@ def _departed(state: RoundState, event: signals.Departed, now: float) -> Step:
 
 
 def _policy_changed(state: RoundState, event: signals.PolicyChanged, now: float) -> Step:
-    state = replace(state, policy=event.policy)
+    later, state = event.policy.deadline_s - state.policy.deadline_s, replace(state, policy=event.policy)
     if state.phase is Phase.COLLECTING:
-        moved, first = _move_deadline(state, min(state.deadline_at, now + event.policy.deadline_s))
+        deadline_at = state.deadline_at + later if later >= 0 else min(state.deadline_at, now + event.policy.deadline_s)
+        moved, first = _move_deadline(state, deadline_at)
         judged, more = _judge(moved, now)
         return judged, first + more
     return _open_if_enough(state, now)
+
+
+def _barred(state: RoundState, event: signals.Barred, now: float) -> Step:
+    state = replace(state, barred=dict(event.clients))
+    return _judge(state, now) if state.phase is Phase.COLLECTING else _open_if_enough(state, now)
 
 
 def _paused(state: RoundState, event: signals.Paused, now: float) -> Step:
@@ -382,7 +388,7 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     signals.Expected: lambda state, event, now: _open_if_enough(
         replace(state, opening=replace(state.opening, expected=event.clients)), now
     ),
-    signals.Barred: lambda state, event, now: _open_if_enough(replace(state, barred=dict(event.clients)), now),
+    signals.Barred: _barred,
     signals.PolicyChanged: _policy_changed,
     signals.Paused: _paused,
     signals.Resumed: _resumed,

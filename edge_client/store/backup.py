@@ -122,9 +122,7 @@ def _restore(source: Path, seal: Seal, config: AgentConfig, identity: Mapping[st
     places = identity_files(config)
     for name, kept in identity.items():
         if places[name].exists() and places[name].read_bytes() != kept:
-            raise BackupError(
-                f"{places[name]} exists and differs; move it away. Nothing was overwritten", exit_code=EXISTS
-            )
+            raise BackupError(f"{places[name]} exists and differs; move it. Nothing was overwritten", exit_code=EXISTS)
     staging = config.store.with_name(f".{config.store.name}.restoring")
     shutil.rmtree(staging, ignore_errors=True)
     try:

@@ -30,9 +30,7 @@ class DemoOptions(BaseModel):
         int | None, Field(ge=0, description="unlabelled images, held out for the server; default: as feddf needs")
     ] = None
     params: Annotated[list[str], Field(description="parameter of the method, key=value; repeat for more")] = []
-    out: Annotated[Path | None, Field(description="folder of the run; default: ./demo-out, or the next free name")] = (
-        None
-    )
+    out: Annotated[Path | None, Field(description="run's folder; default: ./demo-out, or the next free name")] = None
     as_json: Annotated[bool, Field(description="print summary.json instead of a table")] = False
 
 

@@ -83,9 +83,7 @@ def open_cluster(address: str, announce: Announce) -> Iterator[Announce]:
         OptionError: no such cluster.
     """
     if "://" in address:
-        raise OptionError(
-            f"--ray {address}: run the command on a node of the cluster, with --ray auto or --ray HOST:PORT"
-        )
+        raise OptionError(f"--ray {address}: run it on a node of the cluster, with --ray auto or --ray HOST:PORT")
     if address != AUTO:
         _check_reachable(address)
     import ray

@@ -53,9 +53,7 @@ class RunSetting(Setting):
         int, Field(ge=1, le=1024, description="torch threads of each process; the number affects the last digits")
     ] = 1
     evaluate_every: Annotated[int, Field(ge=1, description="measure every this many rounds, and after the last")] = 1
-    participation: Annotated[
-        float, Field(gt=0, le=1, description="share of the clients that participate in a round")
-    ] = 1.0
+    participation: Annotated[float, Field(gt=0, le=1, description="share of clients that participate in a round")] = 1.0
     shadow: Annotated[bool, Field(description="also train local-only models")] = True
     codec: Annotated[UpdateCodec, Field(description="codec of updates; default of a deployment: i8-delta")] = "f32"
     aggregate_codec: Annotated[

@@ -45,10 +45,7 @@ WatchWindow = Annotated[
     int, typer.Option(min=0, help="Predictions to compare after an update; a worse version is rolled back. 0: off.")
 ]
 ShadowImages = Annotated[
-    int,
-    typer.Option(
-        "--shadow", min=0, help="Images on which a new version is compared before it serves; 0: it serves at once."
-    ),
+    int, typer.Option("--shadow", min=0, help="Images on which a new version is compared before it serves; 0: at once.")
 ]
 ShadowShare = Annotated[
     float, typer.Option("--shadow-share", min=0.01, max=1, help="Share of requests that the new version also predicts.")

@@ -293,9 +293,7 @@ def resolve(directory: Path) -> Path:
     if not directory.is_dir():
         why = "a file, not the folder of a model or of its versions" if directory.exists() else "no such folder"
         raise ManifestError(f"{directory}: {why}", exit_code=NOT_FOUND)
-    raise ManifestError(
-        f"{directory}: contains neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
-    )
+    raise ManifestError(f"{directory}: has neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)")
 
 
 def _root_of(directory: Path) -> Path:

@@ -84,9 +84,7 @@ class Client:
             modules = list(self.model.named_modules())
         elif isinstance(self.model, Halves):
             if self.train is None or len(self.classes) < 2:
-                raise NetworkError(
-                    "set train, and two or more classes; for tasks other than classification, set a trainer"
-                )
+                raise NetworkError("set train, and two or more classes; for other tasks, set a trainer")
             columns = [list(part.columns.items()) for part in (self.train, self.test) if isinstance(part, Table)]
             if columns[1:] not in ([], columns[:1]):
                 raise NetworkError("test and train must have the same columns in the same order")

@@ -53,12 +53,8 @@ class PrivacySettings(Settings):
     """
 
     update_clip: Annotated[_Bound | None, Field(description="clip the update's L2 distance from its aggregate")] = None
-    update_noise: Annotated[_Scale, Field(description="standard deviation of noise on every number of the update")] = (
-        0.0
-    )
-    prune: Annotated[
-        float, Field(ge=0, lt=1, description="share of the update's smallest numbers that are set to 0")
-    ] = 0.0
+    update_noise: Annotated[_Scale, Field(description="deviation of the noise on every number of the update")] = 0.0
+    prune: Annotated[float, Field(ge=0, lt=1, description="share of the smallest numbers that are set to 0")] = 0.0
     label_counts_noise: Annotated[_Scale, Field(description="scale of Laplace noise on reported label counts")] = 0.0
     gradient_noise: Annotated[_Scale, Field(description="standard deviation of noise on every local gradient")] = 0.0
     dropout: Annotated[float, Field(ge=0, lt=1, description="dropout rate between extractor and classifier")] = 0.0

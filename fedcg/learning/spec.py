@@ -433,7 +433,9 @@ class RoundPolicy(_Frozen):
     """An operator's rules for the rounds of a federation, which can change while it runs."""
 
     rounds: Annotated[_Rounds, Field(description="total number of rounds")]
-    min_clients: Annotated[_Clients, Field(description="minimum clients to open a round and updates to close it")] = 3
+    min_clients: Annotated[
+        _Clients, Field(description="minimum clients to open a round, and updates to close it at the deadline")
+    ] = 3
     min_cohort: Annotated[
         _Clients, Field(description="aggregates of fewer clients are never published", validate_default=True)
     ] = DEFAULT_MIN_COHORT
@@ -449,9 +451,7 @@ class RoundPolicy(_Frozen):
         float,
         Field(ge=1, le=MAX_DEADLINE_S, description="seconds to collect updates, counted from the quorum's acceptance"),
     ] = 3600.0
-    max_attempts: Annotated[
-        int, Field(ge=1, le=10_000, description="attempts at one round before the federation stalls")
-    ] = 3
+    max_attempts: Annotated[int, Field(ge=1, le=10_000, description="attempts at a round before it stalls")] = 3
     pace: Annotated[
         Literal["equal-steps", "equal-time"],
         Field(

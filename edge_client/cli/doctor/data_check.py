@@ -26,9 +26,7 @@ _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Result:
     """Check that this device's images can be read. A program is only called if `calls` is set and its owner has allowed its code."""
     root = config.data.root
-    expected = (
-        f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/how-to/data.md"
-    )
+    expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or a form of docs/how-to/data.md"
     if (program := Program.of_source(root)) is not None:
         try:
             digest, allowed = program.digest(), Consent(config.store).read().programs.values()

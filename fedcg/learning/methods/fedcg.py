@@ -71,9 +71,7 @@ class FedcgParams(EnsembleParams):
     def _crossed_is_plain(cls, aggregation: str, info: ValidationInfo) -> str:
         others = info.data.get("average", "mean"), info.data.get("ensemble", "sum")
         if aggregation == "crossed_kd" and others != ("mean", "sum"):
-            raise ValueError(
-                "average and ensemble have no effect with aggregation = crossed_kd: leave them out, or use kd"
-            )
+            raise ValueError("average and ensemble have no effect with aggregation = crossed_kd: omit them, or use kd")
         return aggregation
 
     @property

@@ -82,9 +82,7 @@ def read_weights(path: Path, wanted: Shapes) -> dict[str, torch.Tensor]:
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     if path.is_file() and path.stat().st_size > split_names.MAX_WEIGHT_BYTES:
-        raise NetworkError(
-            f"{path}: more than {split_names.MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network's"
-        )
+        raise NetworkError(f"{path}: more than {split_names.MAX_WEIGHT_BYTES // 1_000_000} MB; choose smaller ones")
     is_plain = path.suffix == ".safetensors"
     try:
         found = safetensors.torch.load_file(path) if is_plain else torch.load(path, "cpu", weights_only=True)
@@ -336,9 +334,7 @@ def _prototype(name: str, freeze: str) -> ProjectedBackbone:
         with torch.device("meta"):
             model = timm.create_model(parsed.timm, pretrained=False, num_classes=0)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        raise NetworkError(
-            f"{parsed.timm} can't be built on the meta device ({error}); choose another network"
-        ) from error
+        raise NetworkError(f"{parsed.timm} can't be built on the meta device ({error}); choose another") from error
     for layer in model.modules():
         if isinstance(layer, timm.layers.Conv2dSame):
             layer.__class__ = _PaddedConv  # the same tensors and settings

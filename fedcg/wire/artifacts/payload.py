@@ -169,9 +169,7 @@ def _decode_i8(key: str, pieces: Pieces) -> Numbers:
     bad = ~(np.isfinite(scales) & (scales >= 0))
     if bad.any():
         at = int(np.flatnonzero(bad)[0])
-        raise IntegrityError(
-            f"tensor {key}: the scale of channel {at} is {scales[at]}, not a finite number of at least 0"
-        )
+        raise IntegrityError(f"tensor {key}: the scale of channel {at} is {scales[at]}, not finite and at least 0")
     return codes * scales.astype(np.float64).reshape(-1, *(1,) * (codes.ndim - 1))
 
 
@@ -357,9 +355,7 @@ def _stored(layouts: PartLayouts, codecs: Codecs) -> dict[str, Stored]:
     tensors = {tensor_key(part, layout.name): layout for part, layout in _all(layouts)}
     if codecs.keys() != tensors.keys():
         unknown, missing = sorted(codecs.keys() - tensors.keys()), sorted(tensors.keys() - codecs.keys())
-        raise IntegrityError(
-            f"codecs of tensors that the layouts do not name: {unknown[:5]}; missing ones: {missing[:5]}"
-        )
+        raise IntegrityError(f"codecs of tensors that no layout names: {unknown[:5]}; missing ones: {missing[:5]}")
     stored: dict[str, Stored] = {}
     for key, layout in tensors.items():
         if not fits(layout, codecs[key]):
@@ -408,6 +404,4 @@ def _check(data: bytes, stored: Mapping[str, Stored]) -> None:
     for key, piece in stored.items():
         dtype, shape = header[key].get("dtype"), header[key].get("shape")
         if dtype != piece.dtype or shape != list(piece.shape):
-            raise IntegrityError(
-                f"tensor {key} is {dtype} {shape}; its layout requires {piece.dtype} {list(piece.shape)}"
-            )
+            raise IntegrityError(f"tensor {key} is {dtype} {shape}; its layout has {piece.dtype} {list(piece.shape)}")

@@ -117,6 +117,8 @@ def test_the_line_for_a_shell_enrols_and_leaves_no_token_in_the_history(
     assert "Enrolled as line-4" in session.stdout, session.stdout + session.stderr
     assert load_config(tmp_path / FEDERATION / "agent.toml", {}).data.root == tmp_path / "my images"
     assert history.read_text().split("\n") == ["echo before", "exit", ""]
+    again = subprocess.run(["bash", "-c", named], env=environment, cwd=tmp_path, capture_output=True)
+    assert again.returncode != 0, "the token was used"
 
 
 @pytest.mark.parametrize("devices", ["a-1..a-201", "a-2..a-1", "a-1..b-2", "a-1..a-9999999", "..", ""])

@@ -2,6 +2,7 @@
 
 import gzip
 import html
+import itertools
 import json
 import re
 import time
@@ -127,7 +128,8 @@ def test_a_devices_own_record_is_compared_with_what_arrived(page: ServedPage, tm
     shows(reader, "/f/tiny", "finished")
     shows(reader, "/f/tiny/sent/a", ">accepted</span>", "What left a", "9 more rounds", "10 more rounds")
     update, other = world.store.overview.deliveries("tiny", "a")
-    own = SentRecord(tmp_path, "tiny", lambda: update.stored_at - 1)  # it sent before they arrived
+    times = itertools.count(update.stored_at - 1, 2)  # the record begins before they arrived, and ends afterwards
+    own = SentRecord(tmp_path, "tiny", lambda: next(times))
     for each in (update, other):
         own.update(world.artifacts.get(each.artifact))
         own.receipt(each.artifact, "accepted")
@@ -142,7 +144,7 @@ def test_a_devices_own_record_is_compared_with_what_arrived(page: ServedPage, tm
         assert done.exit_code == (8 if changes else 0), done.output
         return status, text.partition('id="compare"')[2]
 
-    assert "2 updates are the same in both records. No differences." in compared()[1]
+    assert "2 updates have the same SHA-256, size and outcome in both records. No differences." in compared()[1]
     for changes, told in (
         ({"bytes": 1}, f"1 bytes on the device, {update.size} here"),
         ({"receipt": "rejected"}, "rejected on the device, accepted here"),
@@ -410,8 +412,14 @@ def test_several_devices_are_changed_at_once_with_a_result_for_each_and_a_line_i
     assert re.findall(r'name="device:(\w+)"', matching) == ["b"]
     lines = [line for line in page.application.state.changes.audit.last(99) if line["route"] == "POST /devices"]
     assert all(f'"device:{device}"' in lines[-1]["changed"] for device in ("a", "b", "none"))
-    form = {"labels": "north, pilot", "site": "hall 1", "note": ""}
+    form = {
+        "labels": "north, pilot",
+        "site": "hall 1",
+        "note": "",
+        "was_site": "hall 1",
+    }  # another tab changed the site
     assert operator.post("/devices/a/describe", "/devices/a", **form)[0] == 303
+    assert present(known.device("a")).site == ""
     assert 'value="north pilot"' in operator.get("/devices/a")[1]
     assert "<dd>north, pilot</dd>" in viewer.get("/devices/a")[1]
 

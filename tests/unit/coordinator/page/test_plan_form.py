@@ -87,6 +87,12 @@ def test_a_federation_is_duplicated_by_form_api_and_command_with_errors_at_the_f
     plan = FederationPlan.model_validate(tomllib.loads(printed))
     assert plan.federation == "tiny-3"
     assert complete_spec(plan) == new.model_copy(update={"federation": "tiny-3"})
+    address = html.unescape(reader.get("/f/tiny-2/models")[1].partition('href="/federations/new')[2].partition('"')[0])
+    text = reader.get(f"{NEW}{address}")[1]
+    assert "It starts with the weights of tiny-2@0." in text
+    assert reader.post(NEW, **Form(text).fields | {"start": "no"})[0] == 303
+    assert store.federation("tiny-3").continued_from is not None
+    assert reader.get(f"{NEW}?continued_from=tiny@9")[0] == 404
 
 
 def test_fields_and_text_follow_each_other_and_nothing_else_of_a_plan_changes() -> None:

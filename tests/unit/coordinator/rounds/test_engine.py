@@ -435,8 +435,8 @@ def test_resuming_after_a_failed_attempt_opens_the_next_one_without_its_delay_an
     assert (state.first_attempt, state.reason) == (2, "")
 
 
-def test_a_shorter_deadline_counts_from_the_change_and_a_longer_one_from_the_next_attempt() -> None:
-    for deadline_s, expected in ((20.0, 70.0), (1000.0, 100.0)):
+def test_a_shorter_deadline_counts_from_the_change_and_a_longer_one_moves_it_by_the_difference() -> None:
+    for deadline_s, expected in ((20.0, 70.0), (1000.0, 1000.0)):
         state, commands = play(
             started(), PolicyChanged(ONE_TRY.model_copy(update={"deadline_s": deadline_s})), now=50.0
         )
@@ -450,6 +450,12 @@ def test_a_lower_quorum_can_close_the_open_attempt() -> None:
     )
     _, commands = play(state, PolicyChanged(ONE_TRY), UpdateRefused(1, 1, "c"))
     assert commands[-1] == Distil(1, 1, ("a", "b"))
+
+
+def test_an_attempt_does_not_wait_for_devices_that_were_disabled() -> None:
+    _, commands = play(started("abc"), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"), Barred({"c": "disabled"}))
+    assert commands[-1] == Distil(1, 1, ("a", "b"))
+    assert play(started("abc"), UpdateStored(1, 1, "a"), Barred({"b": "", "c": ""}))[0].phase is Phase.COLLECTING
 
 
 def test_a_quorum_above_the_invited_clients_ends_the_attempt_with_the_reason_and_without_counting() -> None:
