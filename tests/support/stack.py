@@ -228,9 +228,7 @@ class Stack:
                 self.start_observer(*observer)
             self.start_coordinator()
             if self.plans:
-                self.wait_event(
-                    "coordinator", lambda event: event["event"] == "link" and event["up"], "it has its link"
-                )
+                self.wait_event("coordinator", lambda event: event["event"] == "link" and event["up"], "it has a link")
             wait_for(lambda: b"http" in (self.root / "coordinator.log").read_bytes(), "it serves the page")
             for device in self.devices if agents else ():
                 self.start_agent(device)

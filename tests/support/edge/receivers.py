@@ -60,7 +60,5 @@ class Receiver:
         if hashlib.sha256(data).hexdigest() != self.ref.id:
             self._have.clear()
             self._grants.restore(())
-            raise IntegrityError(
-                f"the chunks of artifact {self.ref.id} don't have its sha256; it must be fetched again"
-            )
+            raise IntegrityError(f"the chunks of artifact {self.ref.id} don't have its sha256; fetch it again")
         return data

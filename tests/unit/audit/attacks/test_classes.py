@@ -194,9 +194,7 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     assert shares.gain.value == pytest.approx(shares.floor - shares.value.value)
     of_batches = figure(outcome, "label_accuracy", "batches of 32, bias")
     assert of_batches.gain.low > 0
-    assert (Knowledge.AUXILIARY in of_batches.knowledge) == (
-        method == "fedavg"
-    )  # features of images need the extractor
+    assert (Knowledge.AUXILIARY in of_batches.knowledge) == (method == "fedavg")  # features need the extractor
     assert [one.passed for one in outcome.controls] == [True, True]
     assert any(note.startswith("Class shares, true and inferred: ") for note in outcome.notes)
     assert ("generator" in " ".join(one.setting for one in outcome.figures)) == (method == "fedcg")

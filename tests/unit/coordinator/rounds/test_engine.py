@@ -436,10 +436,8 @@ def test_resuming_after_a_failed_attempt_opens_the_next_one_without_its_delay_an
 
 
 def test_a_shorter_deadline_counts_from_the_change_and_a_longer_one_moves_it_by_the_difference() -> None:
-    for deadline_s, expected in ((20.0, 70.0), (1000.0, 1000.0)):
-        state, commands = play(
-            started(), PolicyChanged(ONE_TRY.model_copy(update={"deadline_s": deadline_s})), now=50.0
-        )
+    for after_s, expected in ((20.0, 70.0), (1000.0, 1000.0)):
+        state, commands = play(started(), PolicyChanged(ONE_TRY.model_copy(update={"deadline_s": after_s})), now=50.0)
         assert commands == [MoveDeadline(1, 1, expected)]
         assert state.deadline_at == expected
 

@@ -285,9 +285,7 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status_and_the_next_at
     world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
     assert status(world)["last_declined"] == f"round 1, attempt 1: no_data: {NO_DOG}"
     world.open_round(1, attempt=2)
-    world.coordinator.work_until(
-        lambda: world.trainer.rounds()[-1] == schemas.RoundAttempt(1, 2), "it is trained again"
-    )
+    world.coordinator.work_until(lambda: world.trainer.rounds()[-1] == schemas.RoundAttempt(1, 2), "trained again")
 
 
 def test_a_training_process_that_dies_before_its_commit_is_reported_and_repeats_the_round(

@@ -235,10 +235,8 @@ def test_the_events_of_a_device_are_printed_as_sentences(config: Path) -> None:
     log(config, 3.0).write("declined", round=1, attempt=1, rounds=9, reason="no_data", detail="/srv: no images")
     first, second = run_fedcg("agent", "logs", "--config", config).output.splitlines()
     assert first.endswith("[info     ] connected to the broker")
-    assert (
-        "[warning  ] round 1 of 9: declined (no_data): /srv: no images. What to do: put images where [data] root"
-        in second
-    )
+    expected = "[warning  ] round 1 of 9: declined (no_data): /srv: no images. What to do: put images where [data] root"
+    assert expected in second
     assert "load started" in run_fedcg("agent", "logs", "--config", config, "--verbose").output
 
 

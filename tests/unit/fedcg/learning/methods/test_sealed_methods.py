@@ -62,9 +62,7 @@ def asked(spec: FederationSpec, number: int, votes: Mapping[str, int], validatio
 
 def test_its_averages_are_those_of_fedavg_with_the_same_help() -> None:
     plain, ours = (federation(name) for name in ("fedavg", "fedseal"))
-    alike = replace(
-        ours, roots=replace(ours.roots, cohort=spec_root(ours.spec.seed))
-    )  # extractors start in public, too
+    alike = replace(ours, roots=replace(ours.roots, cohort=spec_root(ours.spec.seed)))  # extractors start in public
     first = [simulate(party, Schedule(rounds=1)).aggregate.parts for party in (plain, alike)]
     assert all(near(first[0][part], first[1][part]) for part in (E, C))
 
