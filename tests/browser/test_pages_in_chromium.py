@@ -306,7 +306,7 @@ def test_the_slash_key_searches_and_all_devices_shown_are_selected_at_once_by_ke
     tab.get_by_label("select all devices shown").press("Space")
     tab.evaluate("htmx.trigger(live(), 'refresh')")
     tab.wait_for_load_state("networkidle")
-    tab.get_by_label("With the selected devices").select_option("enable")
+    tab.locator("select[name=action]").select_option("enable")
     tab.get_by_role("button", name="Continue…").press("Enter")
     expect(tab.get_by_role("heading", name="Enable: 10 devices?")).to_be_visible()
 

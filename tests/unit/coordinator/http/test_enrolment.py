@@ -125,7 +125,7 @@ def test_the_line_for_a_shell_enrols_and_leaves_no_token_in_the_history(
 def test_a_range_of_ids_has_one_beginning_and_a_bound(devices: str) -> None:
     assert ids_in("cam08..cam10") == ["cam08", "cam09", "cam10"]
     assert len(ids_in("line-1..line-200")) == 200
-    with pytest.raises(EnrolmentError, match="a range of at most 200 ids"):
+    with pytest.raises(EnrolmentError, match="range of at most 200 ids"):
         ids_in(devices)
 
 

@@ -48,7 +48,7 @@ from tests.support.wire.artifact_chunks import make_ref
 SPOILT: dict[str, tuple[str, dict[str, Any]]] = {  # the reason given, and what the header says instead of the truth
     "nan": ("NaN", {}),
     "huge": ("from the round's base is", {}),
-    "extractor": ("layouts", {}),
+    "extractor": ("no layout", {}),
     "shape": ("layouts", {}),
     "garbage": ("header", {}),
     "base": ("base", {"base": "0" * 64}),
