@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -227,8 +228,12 @@ def in_order(devices: Sequence[DeviceFacts], field: str, *, descending: bool = F
 
 def natural(value: Any) -> tuple[Any, ...]:
     """A key that sorts numbers in texts by value: line-2 before line-10, 0.9 before 0.10. Other values keep their order."""
-    pieces = re.split(r"([0-9]{1,18})", value) if isinstance(value, str) else [value]
-    return tuple(int(piece) if number % 2 else piece for number, piece in enumerate(pieces))
+    return _pieces(value) if isinstance(value, str) else (value,)
+
+
+@functools.lru_cache(4096)
+def _pieces(text: str) -> tuple[int | str, ...]:
+    return tuple(int(piece) if number % 2 else piece for number, piece in enumerate(re.split(r"([0-9]{1,18})", text)))
 
 
 class DeviceFilter(Value):
