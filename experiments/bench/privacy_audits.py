@@ -74,8 +74,10 @@ def recordings(out: Path, federations: int, images: int | None = None) -> list[A
     ]
 
 
-def _case(update: AuditOptions, seed: int) -> Case:
-    return case_of(replace(update, seed=seed), read_updates(update.updates))
+def default_case(update: AuditOptions, seed: int) -> Case:
+    """The case of a device with the default policy: it does not report its label counts, which simulated clients do."""
+    case = case_of(replace(update, seed=seed), read_updates(update.updates))
+    return replace(case, view=replace(case.view, report=case.view.report.model_copy(update={"label_counts": None})))
 
 
 def _outcomes(case: Case, effort: Effort, names: Iterable[str] = ATTACKS) -> dict[str, Outcome]:
@@ -91,7 +93,7 @@ def red(outcomes: Mapping[str, Outcome]) -> list[str]:
 
 def plant_jobs(updates: Updates, kinds: Sequence[str], count: int, effort: Effort) -> Iterator[Job]:
     """Yield `count` jobs for each number of images, kind of plant and strength; seeds 1000, 1001, ... take turns in the updates."""
-    whole = functools.cache(lambda update: _outcomes(_case(update, 0), effort))
+    whole = functools.cache(lambda update: _outcomes(default_case(update, 0), effort))
 
     @functools.cache
     def secrets(update: AuditOptions) -> list[PrivateTensor]:
@@ -99,7 +101,7 @@ def plant_jobs(updates: Updates, kinds: Sequence[str], count: int, effort: Effor
         return private_tensors(files) + inputs_and_features(read_updates(update.updates).spec, update.data, files)
 
     def row(update: AuditOptions, kind: str, strength: float, seed: int) -> dict[str, Any]:
-        plant, case = PLANTS[kind], _case(update, seed)
+        plant, case = PLANTS[kind], default_case(update, seed)
         case = as_sent(plant.put(case, strength, case.streams.at("plant", kind).generator("draws")))
         sent = [WireTensor("", name, one.numpy()) for some in case.view.update.values() for name, one in some.items()]
         outcomes = _outcomes(case, effort, plant.attacks) if plant.attacks else {}
@@ -138,8 +140,8 @@ def null_jobs(sizes: Updates, _: Sequence[str], count: int, effort: Effort) -> I
     (updates,) = sizes.values()
 
     def row(update: AuditOptions, seed: int) -> dict[str, Any]:
-        cohort = [_case(one, seed).truth.held_out for one in updates if one.updates == update.updates]
-        case = swapped(_case(update, seed), functools.reduce(joined, cohort))
+        cohort = [default_case(one, seed).truth.held_out for one in updates if one.updates == update.updates]
+        case = swapped(default_case(update, seed), functools.reduce(joined, cohort))
         outcomes = _outcomes(
             case, effort, [name for name in ATTACKS if name != "epsilon"]
         )  # it trains canaries of its own

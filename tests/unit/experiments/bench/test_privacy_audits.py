@@ -11,6 +11,7 @@ import audit
 from audit.attacks.attack import Effort
 from audit.evidence import inputs_and_features
 from audit.recording.leakage import WireTensor, compare, private_tensors
+from experiments.bench import privacy_audits
 from experiments.bench.planted_leaks import PLANTS, as_sent
 from experiments.bench.privacy_audits import lines, missed, rates, smallest, swapped, write_detection
 from experiments.record import bench_record
@@ -99,6 +100,8 @@ def test_a_bench_resumes_and_finds_scaled_rows(tmp_path: Path) -> None:
         record = data_of(run_fedcg(*words, "--count", count, "--out", tmp_path).stdout)
         assert [one["red"] for one in record["rates"]] == [{"compare": 0}, {"compare": count}, {"compare": count}]
     assert len(json.loads((tmp_path / "plants-quick.json").read_text())["rows"]) == 6
+    update = privacy_audits.recordings(tmp_path, 1, 60)[0]
+    assert privacy_audits.default_case(update, 0).view.report.label_counts is None
 
 
 def test_a_bench_adds_nothing_to_a_record_of_another_version(tmp_path: Path) -> None:
